@@ -1,0 +1,15 @@
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+built_for: str
+"""The version of torch that the extension was compiled for."""
+
+def read_table(group: ProcessGroup) -> tuple[int, list[tuple[str, int, Any]]]:
+    """Return the default backend type, and for each device type its backend's type and the backend."""
+
+def write_table(group: ProcessGroup, default_type: int, entries: list[tuple[str, int, Any]]) -> None:
+    """Replace the whole table. The group's name, description and bound device are set on each backend."""
+
+def placeholder(rank: int, size: int, name: str, like: Any | None) -> Any:
+    """Return a backend that refuses every collective and shares ``like``'s options."""

@@ -1,0 +1,114 @@
+"""How a backend is built again: one registry, from the backend's name to the function that builds it.
+
+NCCL, XCCL and Gloo are here. A backend that was registered with ``torch.distributed.Backend.register_backend`` is
+built by the creator it was registered with. :func:`register_rebuilder` is for what that creator cannot know: torch
+hands it a store, ranks and a time-out, and a backend without an ``options`` property does not tell its time-out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from gpurelease import torch_internals
+from gpurelease.errors import InvalidOption
+from gpurelease.torch_internals import Backend
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a released backend was, read off the live one: all that is needed to build it again.
+
+    Attributes:
+        backend: Its name, as in ``init_process_group(backend=...)``.
+        devices: The device types it serves ("cuda").
+        type: torch's number for its type.
+        rank: This process's rank in the group.
+        size: Number of members.
+        ranks: The members' global ranks, in group order.
+        group_name: torch's name of the group.
+        timeout: The backend's time-out, or None if it does not tell.
+        options: The object it was made with (``ProcessGroupNCCL.Options``), kept current by ``set_timeout``; or None.
+        wrapped: Whether ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` had put its wrapper around it.
+    """
+
+    backend: str
+    devices: tuple[str, ...]
+    type: int
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group_name: str
+    timeout: timedelta | None
+    options: Any
+    wrapped: bool
+
+    def build(self, store: Store, timeout: timedelta) -> Backend:
+        """Build the backend on a store that nothing was built on before. All members must call.
+
+        Args:
+            store: Where its members meet.
+            timeout: Longest wait for the other members, where building waits for them.
+        """
+        backend = _rebuilders.get(self.backend, rebuild_plugin)(self, store, timeout)
+        if self.wrapped:
+            backend = torch_internals.wrap(backend, store, self.group_name, self.timeout)
+        return backend
+
+
+Rebuilder = Callable[[Blueprint, Store, timedelta], Backend]
+
+
+def register_rebuilder(backend: str, rebuild: Rebuilder) -> None:
+    """Say how backends called ``backend`` are built again after they were released.
+
+    Args:
+        backend: The name, as in ``Backend.register_backend``.
+        rebuild: Called on every member, from the thread that restores, with the blueprint, an empty store, and the
+            longest time it may wait for the other members. Returns a new backend, that need not be connected yet.
+
+    Raises:
+        InvalidOption: ``rebuild`` cannot be called.
+
+    Example:
+        >>> register_rebuilder("mine", lambda blueprint, store, timeout: MyBackend(store, blueprint.ranks))
+    """
+    if not callable(rebuild):
+        raise InvalidOption(f"register_rebuilder({backend!r}, ...) takes a function, and got {rebuild!r}")
+    _rebuilders[backend.lower()] = rebuild
+
+
+def can_rebuild(backend: str) -> bool:
+    """Return whether a backend of this name can be built again."""
+    return backend in _rebuilders or torch_internals.has_plugin(backend)
+
+
+def rebuild_nccl(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:
+    """Build NCCL from the very options object that the old backend had."""
+    return torch_internals.new_nccl(store, blueprint.rank, blueprint.size, blueprint.options)
+
+
+def rebuild_gloo(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:
+    """Build Gloo from the very options object that the old backend had. It waits for the other members."""
+    return torch_internals.new_gloo(store, blueprint.rank, blueprint.size, blueprint.options, timeout)
+
+
+def rebuild_plugin(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:
+    """Build a backend through the creator that it was registered with."""
+    return torch_internals.new_from_plugin(
+        blueprint.backend,
+        store,
+        blueprint.rank,
+        blueprint.size,
+        blueprint.ranks,
+        blueprint.group_name,
+        blueprint.timeout,
+        blueprint.options,
+    )
+
+
+_rebuilders: dict[str, Rebuilder] = {"nccl": rebuild_nccl, "gloo": rebuild_gloo}

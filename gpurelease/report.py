@@ -1,0 +1,117 @@
+"""What a scope did, in numbers and in one line of words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What became of one process group.
+
+    Attributes:
+        name: torch's name of the group.
+        description: Its ``group_desc``.
+        ranks: Its members' global ranks, in group order.
+        backend: Its backends as torch writes them ("cuda:nccl").
+        released: Whether its communicators were released.
+        reason: Why it was kept; empty if it was released.
+    """
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    backend: str
+    released: bool
+    reason: str = ""
+
+
+@dataclass
+class Transition:
+    """One way through: "release" or "restore".
+
+    Attributes:
+        kind: "release" or "restore".
+        groups: How many groups of this rank went through.
+        seconds: Seconds per step, in the order of the steps.
+        freed_bytes: Device bytes that became free on this rank's device (negative: that were taken), or None
+            without a device.
+        freed_bytes_over_ranks: The least and the most of them over all ranks that have a device, or None.
+    """
+
+    kind: str
+    groups: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    freed_bytes: int | None = None
+    freed_bytes_over_ranks: tuple[int, int] | None = None
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of all steps together."""
+        return sum(self.seconds.values())
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to the step called ``name``, also when it fails."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def __str__(self) -> str:
+        done = {"release": "released", "restore": "restored"}[self.kind]
+        text = f"{done} {self.groups} process group{'' if self.groups == 1 else 's'} in {self.total_seconds:.3f} s"
+        text += " (" + ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.seconds.items()) + ")"
+        if self.freed_bytes is not None:
+            verb, sign = ("freed", 1) if self.kind == "release" else ("took", -1)
+            text += f", {verb} {_gigabytes(sign * self.freed_bytes)} of device memory"
+            if self.freed_bytes_over_ranks:
+                low, high = sorted(sign * edge for edge in self.freed_bytes_over_ranks)
+                text += f" ({_gigabytes(low)} to {_gigabytes(high)} over the ranks)"
+        return text
+
+
+@dataclass
+class Report:
+    """What one scope did.
+
+    Attributes:
+        reason: Why the scope did nothing, or empty if it acted: no process group, nothing to release, disabled, or
+            nested in a scope that had acted already.
+        strategy: How groups were released.
+        groups: What became of each group of this rank.
+        transitions: What was done, in order: usually a release and a restore.
+    """
+
+    reason: str = ""
+    strategy: str = ""
+    groups: list[GroupReport] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
+
+    @property
+    def released(self) -> list[GroupReport]:
+        """The groups whose communicators were released."""
+        return [group for group in self.groups if group.released]
+
+    @property
+    def kept(self) -> list[GroupReport]:
+        """The groups that were left alone, each with the reason."""
+        return [group for group in self.groups if not group.released]
+
+    @property
+    def freed_bytes(self) -> int | None:
+        """Device bytes that the release freed on this rank's device, or None without a device."""
+        return next((t.freed_bytes for t in self.transitions if t.kind == "release"), None)
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"nothing done: {self.reason}"
+        return "; ".join(map(str, self.transitions))
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

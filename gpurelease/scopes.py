@@ -1,0 +1,226 @@
+"""The open scopes of this process: a stack, of which only the outermost entries act.
+
+What state the world should be in is what the innermost open scope wants: "released" or "restored"; with no open
+scope it is restored. A scope that changes the answer by being entered or left makes the transition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import types
+import weakref
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from gpurelease import torch_internals
+from gpurelease.errors import ScopeMisuse
+from gpurelease.report import Report
+from gpurelease.settings import ScopeOptions, disabled
+from gpurelease.world import Phase, World
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Frame:
+    """One open scope.
+
+    Attributes:
+        wants: The state of the world that it stands for.
+        spelled: What the user wrote to open it.
+        options: Its options.
+        world: The WORLD that it is about, or None if it can have no effect.
+        acted: Whether it made a transition when it was entered.
+        report: What it did.
+        opener: The thread, and the asyncio task if there is one, that opened it.
+    """
+
+    wants: Literal["released", "restored"]
+    spelled: str
+    options: ScopeOptions
+    world: World | None = None
+    acted: bool = False
+    report: Report = field(default_factory=Report)
+    opener: str = field(default_factory=lambda: _whoami())
+
+    def __str__(self) -> str:
+        return f"{self.spelled} (opened by {self.opener})"
+
+
+class Scopes:
+    """All open scopes of this process. A thread that comes while another is in transition waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._frames: list[Frame] = []
+        self._worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
+
+    def enter(self, frame: Frame) -> None:
+        """Open a scope. If it raises, the scope is not open.
+
+        Raises:
+            ScopeMisuse: It asks for what the scope around it did not do.
+            ReleaseFailed, RestoreFailed: See :class:`gpurelease.world.World`.
+        """
+        with self._lock:
+            frame.report.reason = self._why_no_effect()
+            if not frame.report.reason:
+                frame.world = self._current_world()
+                outer = self._innermost(frame.world)
+                if frame.wants == "released":
+                    self._enter_released(frame, frame.world, outer)
+                else:
+                    self._enter_restored(frame, frame.world, outer)
+            if frame.report.reason:
+                logger.debug("%s: %s", frame.spelled, frame.report)
+            self._frames.append(frame)
+
+    def leave(self, frame: Frame, *, body_failed: bool) -> None:
+        """Close a scope. It is closed also if this raises.
+
+        Raises:
+            ScopeMisuse: A scope that was opened after it is still open.
+            ReleaseFailed, RestoreFailed: See :class:`gpurelease.world.World`.
+        """
+        with self._lock:
+            inner = self._close(frame)
+            if inner is not None:
+                raise ScopeMisuse(
+                    f"{frame} is left while {inner}, which was opened later, is still open: scopes must be left in "
+                    f"the reverse order. The world stays {inner.wants} until that one is left."
+                )
+            world = frame.world
+            if world is None:
+                return
+            if world.is_gone:
+                frame.report.reason = "WORLD was destroyed inside the scope"
+                world.forget()
+                return
+            outer = self._innermost(world)
+            wanted = outer.wants if outer else "restored"
+            if wanted == "restored" and world.phase is not Phase.ARMED:
+                world.restore(frame.report, body_failed=body_failed)
+            elif wanted == "released" and frame.acted and world.phase is Phase.ARMED:
+                world.release(world.options, frame.report)
+
+    def abandon(self, frame: Frame, interrupt: BaseException) -> None:
+        """Close a scope whose body was interrupted: rebuild nothing, and tell the ranks that will wait."""
+        with self._lock:
+            self._close(frame)
+            world = frame.world
+            if world is not None and not world.is_gone and frame.acted:
+                world.leave(interrupt)
+
+    def leave_split(self) -> Report:
+        """Close the scope that ``release_world()`` opened, or restore again after a restore that failed.
+
+        Raises:
+            ScopeMisuse: The innermost open scope is a ``with`` block or a decorated function, or none is open.
+            RestoreFailed: See :class:`gpurelease.world.World`.
+        """
+        with self._lock:
+            top = self._frames[-1] if self._frames else None
+            if top is None:
+                return self._restore_again()
+        if top.spelled != "release_world()":
+            raise ScopeMisuse(
+                f"restore_world() closes what release_world() opened, and the innermost open scope is {top}, which "
+                "is restored when it is left. To use the groups inside it, write `with restored_world():`"
+            )
+        self.leave(top, body_failed=False)
+        return top.report
+
+    def is_released(self) -> bool:
+        """Return whether the groups of the current WORLD are released now."""
+        group = torch_internals.world()
+        state = None if group is None else self._worlds.get(group)
+        return state is not None and state.phase is not Phase.ARMED
+
+    def depth(self) -> int:
+        """Return how many open scopes want the current WORLD released."""
+        group = torch_internals.world()
+        state = None if group is None else self._worlds.get(group)
+        return sum(frame.wants == "released" for frame in self._frames if state is not None and frame.world is state)
+
+    def _enter_released(self, frame: Frame, world: World, outer: Frame | None) -> None:
+        if outer is not None and outer.wants == "released":
+            contradictions = frame.options.contradictions(world.options)
+            if contradictions:
+                raise ScopeMisuse(f"{frame} is nested in {outer} and contradicts it: {'; '.join(contradictions)}")
+            frame.report.reason = f"nested in {outer}"
+        elif world.phase is not Phase.ARMED:
+            frame.report.reason = "the world is still released, since restoring it failed"
+        else:
+            world.release(frame.options, frame.report)
+            frame.acted = not frame.report.reason
+
+    def _enter_restored(self, frame: Frame, world: World, outer: Frame | None) -> None:
+        if world.phase is Phase.ARMED:
+            frame.report.reason = "the world is not released"
+        else:
+            world.restore(frame.report)
+            frame.acted = outer is not None
+
+    def _close(self, frame: Frame) -> Frame | None:
+        """Take ``frame`` off the stack, and return the scope on top of it, if there is one."""
+        if frame not in self._frames:
+            raise ScopeMisuse(f"{frame} is not open")
+        top = self._frames[-1]
+        self._frames.remove(frame)
+        return None if top is frame else top
+
+    def _restore_again(self) -> Report:
+        reason = self._why_no_effect()
+        if reason:
+            return Report(reason=reason)
+        world = self._current_world()
+        if world.phase is Phase.ARMED:
+            raise ScopeMisuse("restore_world() was called, and the world is not released: call release_world() first")
+        report = Report(strategy=world.options.strategy)
+        world.restore(report)
+        return report
+
+    def _innermost(self, world: World) -> Frame | None:
+        return next((frame for frame in reversed(self._frames) if frame.world is world), None)
+
+    def _why_no_effect(self) -> str:
+        if disabled():
+            return "GPURELEASE_DISABLE is set"
+        group = torch_internals.world()
+        if group is None:
+            return "there is no process group"
+        if group in self._worlds:
+            return ""
+        backend = dist.get_backend(group)
+        return f"WORLD's backend is {backend!r}, which has no store to agree over" if backend in ("fake", "mpi") else ""
+
+    def _current_world(self) -> World:
+        group = torch_internals.world()
+        assert group is not None
+        if group not in self._worlds:
+            self._worlds[group] = World(group)
+        return self._worlds[group]
+
+
+def _whoami() -> str:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return f"thread {threading.current_thread().name!r}" + (f", task {task.get_name()!r}" if task else "")
+
+
+def shared() -> Scopes:
+    """Return this process's scopes: one object, also when the package was imported from two places (miles 545)."""
+    module = sys.modules.setdefault("_gpurelease_shared", types.ModuleType("_gpurelease_shared"))
+    scopes: Scopes = vars(module).setdefault("scopes", _scopes)
+    return scopes
+
+
+_scopes = Scopes()

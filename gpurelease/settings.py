@@ -1,0 +1,111 @@
+"""What a user can choose: the options of a scope, checked when they are given, and the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Union
+
+from gpurelease.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    Keep = Union[ProcessGroup, str, Iterable[Union[ProcessGroup, str]], Callable[[ProcessGroup], bool]]
+
+STRATEGIES = ("rebuild",)
+
+
+def disabled() -> bool:
+    """Return whether ``GPURELEASE_DISABLE`` turns every scope into a no-op."""
+    return os.environ.get("GPURELEASE_DISABLE", "").strip().lower() in ("1", "true", "yes")
+
+
+@dataclass(frozen=True)
+class ScopeOptions:
+    """The options of one scope, in one form.
+
+    Attributes:
+        strategy: How groups are released.
+        keep: Handles and names of groups, or one predicate on a group, that are left alone.
+        backends: Names of the backends to release, or None for all that serve an accelerator.
+        timeout: Longest wait for other ranks, in seconds, or None for WORLD's own time-out.
+    """
+
+    strategy: str = "rebuild"
+    keep: tuple[Any, ...] | Callable[[ProcessGroup], bool] = ()
+    backends: tuple[str, ...] | None = None
+    timeout: float | None = None
+
+    @classmethod
+    def check(
+        cls,
+        strategy: str,
+        keep: Keep,
+        backends: str | Iterable[str] | None,
+        timeout: float | timedelta | None,
+    ) -> ScopeOptions:
+        """Bring the arguments of a scope into one form.
+
+        Raises:
+            InvalidOption: An argument can never work.
+        """
+        if strategy not in STRATEGIES:
+            raise InvalidOption(f"strategy={strategy!r} is not known; there is {', '.join(map(repr, STRATEGIES))}")
+        return cls(strategy, _check_keep(keep), _check_backends(backends), _check_timeout(timeout))
+
+    def contradictions(self, outer: ScopeOptions) -> list[str]:
+        """Say what this scope asks for that the scope around it, which already acted, did not do.
+
+        An option left at its default asks for nothing. The time-out of an inner scope is never used.
+        """
+        default = ScopeOptions()
+        return [
+            f"{name}={getattr(self, name)!r} here, {name}={getattr(outer, name)!r} in the outer scope"
+            for name in (field.name for field in fields(self) if field.name != "timeout")
+            if getattr(self, name) not in (getattr(default, name), getattr(outer, name))
+        ]
+
+
+def _check_keep(keep: Keep) -> tuple[Any, ...] | Callable[[ProcessGroup], bool]:
+    from torch.distributed import GroupMember, ProcessGroup
+
+    if isinstance(keep, (str, ProcessGroup)):
+        return (keep,)
+    if callable(keep):
+        return keep
+    items: tuple[Any, ...] = tuple(keep)
+    for item in items:
+        # A rank outside a group holds None or NON_GROUP_MEMBER for it: nothing to keep there.
+        if item not in (None, GroupMember.NON_GROUP_MEMBER) and not isinstance(item, (str, ProcessGroup)):
+            raise InvalidOption(
+                f"keep= takes process groups, names of groups, or one predicate, and got {item!r}; "
+                "for a DeviceMesh pass mesh.get_group(dim)"
+            )
+    return tuple(item for item in items if isinstance(item, (str, ProcessGroup)))
+
+
+def _check_backends(backends: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    from torch.distributed import Backend
+
+    if backends is None:
+        return None
+    names = (backends,) if isinstance(backends, str) else tuple(backends)
+    known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+    for name in names:
+        if not isinstance(name, str) or name.lower() not in known:
+            raise InvalidOption(f"backends={names!r}: {name!r} is not a backend of this torch; there are {known}")
+    if not names:
+        raise InvalidOption("backends=() would release nothing; leave it out to release every accelerator's backends")
+    return tuple(sorted({name.lower() for name in names}))
+
+
+def _check_timeout(timeout: float | timedelta | None) -> float | None:
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise InvalidOption(f"timeout={timeout!r} must be a positive number of seconds or a timedelta")
+    return float(seconds)

@@ -1,0 +1,70 @@
+"""Builds the extension. Everything that can be said in words is in setup.cfg.
+
+The extension is compiled against the torch that is already installed, and no second torch is ever fetched: pip's
+build isolation hides the environment's packages from this file, so a fresh interpreter, which does not see the
+isolation (``-I`` ignores PYTHONPATH), is asked for torch's headers.
+"""
+
+import json
+import subprocess
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ASK_TORCH = """
+import json, torch
+from torch.utils import cpp_extension
+print(json.dumps({
+    "version": torch.__version__,
+    "include_dirs": cpp_extension.include_paths(),
+    "library_dirs": cpp_extension.library_paths(),
+    "cxx11_abi": int(torch._C._GLIBCXX_USE_CXX11_ABI),
+}))
+"""
+
+
+class build_extension(build_ext):
+    def build_extensions(self):
+        torch = installed_torch()
+        for extension in self.extensions:
+            extension.include_dirs += torch["include_dirs"]
+            extension.library_dirs += torch["library_dirs"]
+            extension.define_macros += [
+                ("GPURELEASE_TORCH_VERSION", f'"{torch["version"]}"'),
+                ("TORCH_EXTENSION_NAME", extension.name.rpartition(".")[2]),
+                ("_GLIBCXX_USE_CXX11_ABI", str(torch["cxx11_abi"])),
+            ]
+        try:
+            super().build_extensions()
+        except Exception as error:
+            sys.exit(
+                "gpurelease: its C++ extension could not be compiled; a compiler that knows C++20 (g++ 11 or later, "
+                f"clang 14 or later) and the headers of this Python are needed: install them and try again. ({error})"
+            )
+
+
+def installed_torch() -> dict:
+    """Return where the installed torch keeps its headers and libraries, and its version."""
+    asked = subprocess.run([sys.executable, "-I", "-c", ASK_TORCH], capture_output=True, text=True)
+    if asked.returncode:
+        reason = asked.stderr.strip().rpartition("\n")[2]
+        sys.exit(
+            "gpurelease: it is compiled against the torch that is already installed, and "
+            f"{sys.executable} cannot import torch: install torch 2.11 or later there and try again. ({reason})"
+        )
+    return json.loads(asked.stdout)
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "gpurelease._backend_table",
+            ["gpurelease/csrc/backend_table.cpp"],
+            libraries=["c10", "torch", "torch_cpu", "torch_python"],
+            extra_compile_args=["-std=c++20", "-O1"],
+            language="c++",
+        )
+    ],
+    cmdclass={"build_ext": build_extension},
+)
