@@ -11,6 +11,7 @@ act), ``world`` (the way of all ranks from one state to the other), ``agreement`
 """
 
 from gpurelease.api import (
+    current_report,
     is_released,
     release_depth,
     release_world,
@@ -43,6 +44,7 @@ __all__ = [
     "ScopeMisuse",
     "Transition",
     "TransitionFailed",
+    "current_report",
     "is_released",
     "register_rebuilder",
     "release_depth",

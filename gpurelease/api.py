@@ -20,8 +20,8 @@ from gpurelease.settings import ScopeOptions
 if TYPE_CHECKING:
     from gpurelease.settings import Keep
 
-    Leaver = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], bool | None]
-    AsyncLeaver = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Awaitable[bool | None]]
+    Leaver = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], bool]
+    AsyncLeaver = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Awaitable[bool]]
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,11 @@ class _Scope:
 
     async def __aenter__(self) -> _Scope:
         frame = self._make_frame()
-        await _in_thread(partial(shared().enter, frame))
+        cancelled = await _in_thread(partial(shared().enter, frame))
         async with AsyncExitStack() as stack:
             stack.push_async_exit(_async_leaver(frame))
+            if cancelled is not None:
+                raise cancelled
             for item in self._also:
                 context = _context(item)
                 if hasattr(context, "__aenter__"):
@@ -214,15 +216,23 @@ def release_depth() -> int:
     return shared().depth()
 
 
+def current_report() -> Report | None:
+    """Return the report of the open scope that released the world, or None: for code inside a decorated rollout.
+
+    What is done later, such as the restore, is added to the same object. Any thread of any rank may ask.
+    """
+    return shared().current_report()
+
+
 def _leaver(frame: Frame) -> Leaver:
     """Return what an exit stack calls last: it closes the scope, and so restores the world."""
 
-    def leave(kind: object, error: BaseException | None, trace: object) -> bool | None:
+    def leave(kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, INTERRUPTS):
             shared().abandon(frame, error)
         else:
             shared().leave(frame, body_failed=error is not None)
-        return None
+        return False
 
     return leave
 
@@ -230,15 +240,17 @@ def _leaver(frame: Frame) -> Leaver:
 def _async_leaver(frame: Frame) -> AsyncLeaver:
     leave = _leaver(frame)
 
-    async def leave_in_thread(kind: object, error: BaseException | None, trace: object) -> bool | None:
-        await _in_thread(partial(leave, None, error, None))
-        return None
+    async def leave_in_thread(kind: object, error: BaseException | None, trace: object) -> bool:
+        cancelled = await _in_thread(partial(leave, None, error, None))
+        if cancelled is not None:
+            raise cancelled
+        return False
 
     return leave_in_thread
 
 
-async def _in_thread(transition: Callable[[], object]) -> None:
-    """Run a transition in a worker thread, to its end: a task that is cancelled meanwhile is cancelled after it."""
+async def _in_thread(transition: Callable[[], object]) -> asyncio.CancelledError | None:
+    """Run a transition in a worker thread, to its end. If the task is cancelled meanwhile, return the cancellation."""
     running = asyncio.ensure_future(asyncio.to_thread(transition))
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
@@ -249,8 +261,7 @@ async def _in_thread(transition: Callable[[], object]) -> None:
         except Exception:
             break  # the transition's own: raised below
     running.result()
-    if cancelled is not None:
-        raise cancelled
+    return cancelled
 
 
 def _context(item: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Which groups are released, and one released group: its backends are off the table, placeholders are on it."""
+"""Which groups are released, and what becomes of one: its backends go off the table, placeholders and later new
+backends come on."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,89 @@ from gpurelease.settings import ScopeOptions
 from gpurelease.torch_internals import Backend, Entry, Table
 
 
-@dataclass(frozen=True)
+class ReleasableGroup:
+    """A group that can be released. Making one changes nothing; it holds no reference to the group's backends.
+
+    Args:
+        group: The group.
+        backends: What is to be released: by name of the backend, its rows of the group's table.
+
+    Attributes:
+        group: The group.
+        key: Names the group in messages between ranks: short, and the same on all its members.
+        connected: Whether its communicators are there now, and so must be there again afterwards.
+        device: Its accelerator device on this rank, or None.
+    """
+
+    def __init__(self, group: ProcessGroup, backends: Mapping[str, Sequence[Entry]]) -> None:
+        self.group = group
+        self._name, ranks = torch_internals.name_of(group), torch_internals.ranks_of(group)
+        self.key = hashlib.sha256(f"{self._name}:{ranks}".encode()).hexdigest()[:16]
+        rows = [entry for entries in backends.values() for entry in entries]
+        self.connected = any(torch_internals.is_connected(entry.backend) for entry in rows)
+        self.device = _device_of(group, rows)
+        self._blueprints = [_blueprint(group, name, entries) for name, entries in backends.items()]
+        self._devices = {entry.device for entry in rows}
+        self._placeholders = [
+            torch_internals.placeholder(group.rank(), group.size(), self._refusal(name), entries[0].backend)
+            for name, entries in backends.items()
+        ]
+
+    def __str__(self) -> str:
+        return f"process group {self._name!r} ({self.group.group_desc})"
+
+    def take_off(self) -> list[Backend]:
+        """Put placeholders into the table, and return the backends that were there, each once."""
+        backends = {
+            id(entry.backend): entry.backend
+            for entry in torch_internals.read_table(self.group).entries
+            if entry.device in self._devices
+        }
+        self.put_on(self._placeholders)
+        return list(backends.values())
+
+    def build(self, prefix: str, timeout: timedelta) -> list[Backend]:
+        """Build new backends, without touching the table. All members must call.
+
+        Args:
+            prefix: Prefix of the new backends' keys, new for every restore: the old keys would be found again.
+            timeout: Longest wait for the other members.
+        """
+        store = torch_internals.store_of(self.group)
+        return [
+            blueprint.build(PrefixStore(f"{prefix}/{blueprint.devices[0]}", store), timeout)
+            for blueprint in self._blueprints
+        ]
+
+    def connect(self, backends: Sequence[Backend]) -> None:
+        """Make the communicators that the old backends had. All members must call.
+
+        Users rely on it: a pipeline's send/recv as the first operation of an unconnected communicator hangs unless
+        all its ranks enter it (pytorch 74701).
+        """
+        if self.connected and self.device is not None:
+            for backend in backends:
+                torch_internals.connect(backend, self.device)
+
+    def put_on(self, backends: Sequence[Backend]) -> None:
+        """Put backends into the table, in the places of those that are released; the others stay."""
+        table = torch_internals.read_table(self.group)
+        stay = tuple(entry for entry in table.entries if entry.device not in self._devices)
+        new = tuple(
+            Entry(device, blueprint.type, backend)
+            for blueprint, backend in zip(self._blueprints, backends, strict=True)
+            for device in blueprint.devices
+        )
+        torch_internals.write_table(self.group, Table(table.default_type, stay + new))
+
+    def _refusal(self, backend: str) -> str:
+        return (
+            f"{backend!r} of {self} is released by gpurelease: use the group after the released_world() scope, or "
+            "inside restored_world(). It"
+        )
+
+
+@dataclass
 class Plan:
     """What one rank would release, before the ranks have agreed on it.
 
@@ -29,12 +112,12 @@ class Plan:
         unmatched: Names in ``keep=`` that are no group's name or description on this rank.
     """
 
-    candidates: list[Candidate]
-    kept: list[GroupReport]
-    unmatched: list[str]
+    candidates: list[ReleasableGroup] = field(default_factory=list)
+    kept: list[GroupReport] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
 
-    def agreed(self, kept: Mapping[str, Sequence[int]]) -> list[GroupReport]:
-        """Return what becomes of each group.
+    def agreed(self, kept: Mapping[str, Sequence[int]]) -> tuple[list[ReleasableGroup], list[GroupReport]]:
+        """Return the groups to release, in the order that all ranks have, and what becomes of each group.
 
         Args:
             kept: Of the candidates that are kept, by key, the global ranks that would have released them.
@@ -45,25 +128,9 @@ class Plan:
             if candidate.key in kept:
                 others = set(torch_internals.ranks_of(candidate.group)) - set(kept[candidate.key])
                 reason = f"not released on {ranks_text(sorted(others))}"
-            reports.append(describe(candidate.group, reason))
-        return reports
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A group that this rank would release, with the backends that would go.
-
-    Attributes:
-        group: The group.
-        key: Names the group in messages between ranks: short, and the same on all its members.
-        backends: Per backend that would go, its name and its rows of the table.
-        connected: Whether any of these backends holds a communicator now.
-    """
-
-    group: ProcessGroup
-    key: str
-    backends: dict[str, list[Entry]]
-    connected: bool
+            reports.append(_describe(candidate.group, reason))
+        agreed = (candidate for candidate in self.candidates if candidate.key not in kept)
+        return sorted(agreed, key=lambda group: group.key), reports
 
 
 def plan(options: ScopeOptions, made_while_released: Collection[ProcessGroup]) -> Plan:
@@ -73,105 +140,60 @@ def plan(options: ScopeOptions, made_while_released: Collection[ProcessGroup]) -
         options: What the user asked for.
         made_while_released: Groups that belong to whoever made them inside a scope: they are never released.
     """
-    candidates: list[Candidate] = []
-    kept: list[GroupReport] = []
-    used: set[str] = set()
+    plan = Plan()
+    named: set[str] = set()
     for group in torch_internals.groups():
-        if not torch_internals.has_table(group):
-            kept.append(describe(group, f"it is a {type(group).__name__}, which has no backends of its own to release"))
-            continue
         backends = _backends_to_release(group, options.backends)
-        stuck = [name for name in backends if not can_rebuild(name)]
-        if not backends:
-            wanted = "accelerator" if options.backends is None else "/".join(options.backends)
-            kept.append(describe(group, f"no {wanted} backend"))
-        elif group in made_while_released:
-            kept.append(describe(group, "made while the world was released"))
-        elif _is_kept(group, options.keep, used):
-            kept.append(describe(group, "keep="))
-        elif stuck:
-            kept.append(describe(group, f"backend {stuck[0]!r} cannot be built again: see register_rebuilder()"))
+        reason = _why_kept(group, backends, options, named)
+        if not reason and group in made_while_released:
+            reason = "made while the world was released"
+        if reason:
+            plan.kept.append(_describe(group, reason))
         else:
-            rows = [entry for entries in backends.values() for entry in entries]
-            connected = any(torch_internals.is_connected(entry.backend) for entry in rows)
-            candidates.append(Candidate(group, _key(group), backends, connected))
-    names = () if callable(options.keep) else options.keep
-    return Plan(candidates, kept, [name for name in names if isinstance(name, str) and name not in used])
+            plan.candidates.append(ReleasableGroup(group, backends))
+    if not callable(options.keep):
+        plan.unmatched = [name for name in options.keep if isinstance(name, str) and name not in named]
+    return plan
 
 
-class ReleasedGroup:
-    """A group whose backends are off the table until :meth:`put_on`. It holds no reference to them.
-
-    Attributes:
-        group: The group, the same object as ever.
-        key: Names the group in messages between ranks.
-        connected: Whether all members held a communicator, so that all must have one again.
-        device: Its accelerator device on this rank, or None.
-    """
-
-    def __init__(self, candidate: Candidate, connected: bool) -> None:
-        self.group = candidate.group
-        self.key = candidate.key
-        self.connected = connected
-        self._text = f"{torch_internals.name_of(self.group)!r} ({self.group.group_desc})"
-        table = torch_internals.read_table(candidate.group)
-        gone = {id(entry.backend) for entries in candidate.backends.values() for entry in entries}
-        self._default_type = table.default_type
-        self._stay = tuple(entry for entry in table.entries if id(entry.backend) not in gone)
-        self._blueprints = [_blueprint(self.group, name, entries) for name, entries in candidate.backends.items()]
-        self.device = _device_of(self.group, self._blueprints)
-        self._placeholders = tuple(
-            Entry(entry.device, entry.type, placeholder)
-            for name, entries in candidate.backends.items()
-            for placeholder in [_placeholder(self.group, name, entries[0].backend)]
-            for entry in entries
-        )
-
-    def __str__(self) -> str:
-        return f"process group {self._text}"
-
-    def take_off(self) -> list[Backend]:
-        """Put placeholders into the table, and return the backends that were there, each once."""
-        table = torch_internals.read_table(self.group)
-        torch_internals.write_table(self.group, Table(self._default_type, self._stay + self._placeholders))
-        stay = {id(entry.backend) for entry in self._stay}
-        return list({id(entry.backend): entry.backend for entry in table.entries if id(entry.backend) not in stay}.values())
-
-    def build(self, generation: str, timeout: timedelta) -> list[Backend]:
-        """Build new backends, one per blueprint, without touching the table. All members must call.
-
-        Args:
-            generation: Prefix of the new backends' keys, new for every restore: the old ones would be found again.
-            timeout: Longest wait for the other members.
-        """
-        store = torch_internals.store_of(self.group)
-        return [
-            blueprint.build(PrefixStore(f"{generation}/{blueprint.devices[0]}", store), timeout)
-            for blueprint in self._blueprints
-        ]
-
-    def connect(self, backends: list[Backend]) -> None:
-        """Make the communicators that the old backends had. All members must call, on their own devices.
-
-        Users rely on it: a pipeline's send/recv as the first operation of an unconnected communicator hangs unless
-        all its ranks enter it (pytorch 74701).
-        """
-        if self.connected and self.device is not None:
-            for backend in backends:
-                torch_internals.unwrap(backend).eager_connect_single_device(self.device)
-
-    def put_on(self, backends: list[Backend]) -> None:
-        """Put new backends into the table, in the places of the old ones."""
-        new = tuple(
-            Entry(device, blueprint.type, backend)
-            for blueprint, backend in zip(self._blueprints, backends, strict=True)
-            for device in blueprint.devices
-        )
-        torch_internals.write_table(self.group, Table(self._default_type, self._stay + new))
+def _why_kept(group: ProcessGroup, backends: Mapping[str, Any], options: ScopeOptions, named: set[str]) -> str:
+    """Return why this rank leaves ``group`` alone, or the empty string; and note which names in ``keep=`` it has."""
+    names = {torch_internals.name_of(group), group.group_desc}
+    named |= names
+    if callable(options.keep):
+        keep = bool(options.keep(group))
+    else:
+        keep = any(item is group or (isinstance(item, str) and item in names) for item in options.keep)
+    if keep:
+        return "keep="
+    if not torch_internals.has_table(group):
+        return f"it is a {type(group).__name__}, which has no table of backends"
+    if not backends:
+        return "no accelerator backend" if options.backends is None else f"no backend of {', '.join(options.backends)}"
+    for name in backends:
+        if not can_rebuild(name):
+            return f"backend {name!r} cannot be built again: see register_rebuilder()"
+    return ""
 
 
-def describe(group: ProcessGroup, reason_kept: str) -> GroupReport:
-    """Return the group in words; with no reason it counts as released."""
+def _backends_to_release(group: ProcessGroup, wanted: tuple[str, ...] | None) -> dict[str, list[Entry]]:
+    if not torch_internals.has_table(group):
+        return {}
+    names = torch_internals.backend_names(group)
+    found: dict[str, list[Entry]] = {}
+    for entry in torch_internals.read_table(group).entries:
+        found.setdefault(names.get(entry.device, "unknown"), []).append(entry)
+    if wanted is not None:
+        return {name: entries for name, entries in found.items() if name in wanted}
+    # Gloo and MPI hold no device memory, whatever device they serve.
+    return {
+        name: entries
+        for name, entries in found.items()
+        if name not in ("gloo", "mpi", "fake") and any(entry.device != "cpu" for entry in entries)
+    }
+
+
+def _describe(group: ProcessGroup, reason_kept: str) -> GroupReport:
     return GroupReport(
         name=torch_internals.name_of(group),
         description=group.group_desc,
@@ -182,42 +204,7 @@ def describe(group: ProcessGroup, reason_kept: str) -> GroupReport:
     )
 
 
-def _backends_to_release(group: ProcessGroup, backends: tuple[str, ...] | None) -> dict[str, list[Entry]]:
-    names = backend_names(group)
-    found: dict[str, list[Entry]] = {}
-    for entry in torch_internals.read_table(group).entries:
-        found.setdefault(names.get(entry.device, "unknown"), []).append(entry)
-    if backends is None:
-        # Gloo holds no device memory whatever device it serves; "fake" holds nothing.
-        return {
-            name: entries
-            for name, entries in found.items()
-            if name not in ("gloo", "mpi", "fake") and any(entry.device != "cpu" for entry in entries)
-        }
-    return {name: entries for name, entries in found.items() if name in backends}
-
-
-def backend_names(group: ProcessGroup) -> dict[str, str]:
-    """Return the name of the backend that serves each device type ("cuda": "nccl"), as the group was made."""
-    pairs = (pair.partition(":") for pair in torch_internals.read_books(group).config.split(","))
-    return {device: name for device, _, name in pairs}
-
-
-def _is_kept(group: ProcessGroup, keep: Any, used: set[str]) -> bool:
-    if callable(keep):
-        return bool(keep(group))
-    names = {torch_internals.name_of(group), group.group_desc}
-    matched = [item for item in keep if item is group or (isinstance(item, str) and item in names)]
-    used.update(item for item in matched if isinstance(item, str))
-    return bool(matched)
-
-
-def _key(group: ProcessGroup) -> str:
-    text = f"{torch_internals.name_of(group)}:{torch_internals.ranks_of(group)}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _blueprint(group: ProcessGroup, name: str, entries: list[Entry]) -> Blueprint:
+def _blueprint(group: ProcessGroup, name: str, entries: Sequence[Entry]) -> Blueprint:
     backend = entries[0].backend
     inner = torch_internals.unwrap(backend)
     return Blueprint(
@@ -234,16 +221,8 @@ def _blueprint(group: ProcessGroup, name: str, entries: list[Entry]) -> Blueprin
     )
 
 
-def _placeholder(group: ProcessGroup, backend: str, like: Backend) -> Backend:
-    text = (
-        f"{backend!r} of process group {torch_internals.name_of(group)!r} ({group.group_desc}) is released by "
-        "gpurelease: use the group after the released_world() scope, or inside restored_world(). It"
-    )
-    return torch_internals.placeholder(group.rank(), group.size(), text, like)
-
-
-def _device_of(group: ProcessGroup, blueprints: list[Blueprint]) -> torch.device | None:
+def _device_of(group: ProcessGroup, rows: Sequence[Entry]) -> torch.device | None:
     accelerator = torch_internals.accelerator()
-    if accelerator is None or not any(accelerator.type in blueprint.devices for blueprint in blueprints):
+    if accelerator is None or all(entry.device != accelerator.type for entry in rows):
         return None
     return group.bound_device_id or accelerator

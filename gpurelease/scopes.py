@@ -12,6 +12,8 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,6 +60,7 @@ class Scopes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._owner: int | None = None
         self._frames: list[Frame] = []
         self._worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
 
@@ -68,7 +71,7 @@ class Scopes:
             ScopeMisuse: It asks for what the scope around it did not do.
             ReleaseFailed, RestoreFailed: See :class:`gpurelease.world.World`.
         """
-        with self._lock:
+        with self._alone():
             frame.report.reason = self._why_no_effect()
             if not frame.report.reason:
                 frame.world = self._current_world()
@@ -88,7 +91,7 @@ class Scopes:
             ScopeMisuse: A scope that was opened after it is still open.
             ReleaseFailed, RestoreFailed: See :class:`gpurelease.world.World`.
         """
-        with self._lock:
+        with self._alone():
             inner = self._close(frame)
             if inner is not None:
                 raise ScopeMisuse(
@@ -111,11 +114,13 @@ class Scopes:
 
     def abandon(self, frame: Frame, interrupt: BaseException) -> None:
         """Close a scope whose body was interrupted: rebuild nothing, and tell the ranks that will wait."""
-        with self._lock:
+        with self._alone():
             self._close(frame)
             world = frame.world
             if world is not None and not world.is_gone and frame.acted:
-                world.leave(interrupt)
+                somebody_waits = (world.phase is Phase.ARMED) == (frame.wants == "restored")
+                if somebody_waits:
+                    world.leave(interrupt)
 
     def leave_split(self) -> Report:
         """Close the scope that ``release_world()`` opened, or restore again after a restore that failed.
@@ -124,7 +129,7 @@ class Scopes:
             ScopeMisuse: The innermost open scope is a ``with`` block or a decorated function, or none is open.
             RestoreFailed: See :class:`gpurelease.world.World`.
         """
-        with self._lock:
+        with self._alone():
             top = self._frames[-1] if self._frames else None
             if top is None:
                 return self._restore_again()
@@ -147,6 +152,21 @@ class Scopes:
         group = torch_internals.world()
         state = None if group is None else self._worlds.get(group)
         return sum(frame.wants == "released" for frame in self._frames if state is not None and frame.world is state)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out, and refuse this one if it is in a transition already."""
+        if self._owner == threading.get_ident():
+            raise ScopeMisuse(
+                "a scope was entered or left from inside a transition (a keep= predicate, a rebuilder, a signal "
+                "handler): enter scopes before or after, not meanwhile"
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
 
     def _enter_released(self, frame: Frame, world: World, outer: Frame | None) -> None:
         if outer is not None and outer.wants == "released":
@@ -185,6 +205,10 @@ class Scopes:
         report = Report(strategy=world.options.strategy)
         world.restore(report)
         return report
+
+    def current_report(self) -> Report | None:
+        """Return the report of the innermost open scope that acted, or None."""
+        return next((frame.report for frame in reversed(self._frames) if frame.acted), None)
 
     def _innermost(self, world: World) -> Frame | None:
         return next((frame for frame in reversed(self._frames) if frame.world is world), None)

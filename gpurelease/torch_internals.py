@@ -118,6 +118,12 @@ def read_books(group: ProcessGroup) -> Books:
     return Books(dist.get_backend(group), dist.get_backend_config(group))
 
 
+def backend_names(group: ProcessGroup) -> dict[str, str]:
+    """Return the name of the backend that serves each device type, as ``group`` was made ("cuda": "nccl")."""
+    pairs = (pair.partition(":") for pair in read_books(group).config.split(","))
+    return {device: name for device, _, name in pairs}
+
+
 def write_books(group: ProcessGroup, books: Books) -> None:
     """Change what ``dist.get_backend``, ``new_group`` and others go by."""
     state = distributed_c10d._world  # 2.11 to 2.15
@@ -204,6 +210,12 @@ def is_connected(backend: Backend) -> bool:
     """Return whether ``backend`` holds a communicator, and not only the means to make one."""
     is_initialized = getattr(unwrap(backend), "_is_initialized", None)  # ProcessGroupNCCL, 2.11 to 2.15
     return True if is_initialized is None else bool(is_initialized())
+
+
+def connect(backend: Backend, device: torch.device) -> None:
+    """Make ``backend``'s communicator now. All members of the group must call."""
+    with torch.accelerator.device_index(device.index):
+        unwrap(backend).eager_connect_single_device(device)
 
 
 def new_nccl(store: Store, rank: int, size: int, options: Any) -> Backend:

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from gpurelease import agreement, torch_internals
 from gpurelease.agreement import Agreement
 from gpurelease.errors import ReleaseFailed, RestoreFailed, ScopeMisuse
-from gpurelease.groups import Plan, ReleasedGroup, plan
+from gpurelease.groups import Plan, ReleasableGroup, plan
 from gpurelease.parallel import run_all
 from gpurelease.report import Report, Transition
 from gpurelease.rollcall import RollCall, ranks_text
@@ -74,7 +74,7 @@ class World:
         self._generation = 0
         self._gloo: Backend | None = None
         self._absence: Absence | None = None
-        self._released: list[ReleasedGroup] = []
+        self._released: list[ReleasableGroup] = []
         self._there_at_release: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         self._made_while_released: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         self.phase = Phase.ARMED
@@ -176,19 +176,13 @@ class World:
         }
         verdict = together.reach(answer, agreement.on_release)
         report.strategy = options.strategy
-        report.groups = planned.agreed(verdict["kept"])
+        groups, report.groups = planned.agreed(verdict["kept"])
         if not verdict["any"]:
             report.reason = "no rank has a process group to release"
             return False
 
-        groups = sorted(
-            (
-                ReleasedGroup(candidate, candidate.connected and candidate.key not in verdict["unconnected"])
-                for candidate in planned.candidates
-                if candidate.key not in verdict["kept"]
-            ),
-            key=lambda group: group.key,
-        )
+        for group in groups:
+            group.connected = group.connected and group.key not in verdict["unconnected"]
         self._prepare_gloo(groups, together, transition)
         free_before = torch_internals.free_bytes()
         self._there_at_release = weakref.WeakSet(torch_internals.groups())
@@ -214,9 +208,9 @@ class World:
                 return plan(options, self._made_while_released), torch_internals.why_not_now()
             except Exception as error:
                 logger.debug("planning failed", exc_info=True)
-                return Plan([], [], []), f"planning failed: {error!r}"
+                return Plan(), f"planning failed: {error!r}"
 
-    def _prepare_gloo(self, groups: list[ReleasedGroup], together: Agreement, transition: Transition) -> None:
+    def _prepare_gloo(self, groups: list[ReleasableGroup], together: Agreement, transition: Transition) -> None:
         """Have a Gloo backend to stand in for WORLD, if WORLD is to be released: then it is so on all ranks."""
         world = next((group.group for group in groups if group.group is self._world()), None)
         if world is None or self._gloo is not None:
@@ -235,7 +229,7 @@ class World:
             self._gloo = None
             raise
 
-    def _tear_down(self, groups: list[ReleasedGroup], timeout: float, transition: Transition) -> list[str]:
+    def _tear_down(self, groups: list[ReleasableGroup], timeout: float, transition: Transition) -> list[str]:
         """Take all groups off and shut their backends down, whatever fails on the way. Return what failed."""
         problems: list[str] = []
         with transition.step("drain"):
@@ -243,8 +237,13 @@ class World:
         with transition.step("tear down"):
             shutdowns: list[tuple[str, Callable[[], None]]] = []
             for group in groups:
-                for backend in group.take_off():
-                    shutdowns.append((str(group), partial(torch_internals.shut_down, backend, group.device)))
+                try:
+                    backends = group.take_off()
+                except Exception as error:
+                    problems.append(f"taking {group} off its table: {error}")
+                else:
+                    shutdowns += [(str(group), partial(torch_internals.shut_down, b, group.device)) for b in backends]
+            backends = []
             world = next((group.group for group in groups if group.group is self._world()), None)
             if self._gloo is not None and world is not None:
                 self._absence = Absence(world, self._gloo)
@@ -307,10 +306,10 @@ class World:
         transition.groups = len(built)
 
     def _build(
-        self, groups: list[ReleasedGroup], timeout: float, transition: Transition
-    ) -> tuple[list[tuple[ReleasedGroup, list[Backend]]], list[str]]:
+        self, groups: list[ReleasableGroup], timeout: float, transition: Transition
+    ) -> tuple[list[tuple[ReleasableGroup, list[Backend]]], list[str]]:
         """Build and connect all groups' backends, in the order that all ranks have. Return them, and what failed."""
-        built: list[tuple[ReleasedGroup, list[Backend]]] = []
+        built: list[tuple[ReleasableGroup, list[Backend]]] = []
         self._generation += 1
         prefix = self._prefix("generation")
         for group in groups:
