@@ -38,7 +38,7 @@ class _Scope:
         self._open: list[Any] = []  # an ExitStack or AsyncExitStack for each entry
         self.report = Report()
         for item in self._also:
-            if not callable(item) and not hasattr(item, "__enter__") and not hasattr(item, "__aenter__"):
+            if not callable(item) and not _is_context(item):
                 raise InvalidOption(f"also= takes context managers, or functions that return one, and got {item!r}")
 
     def __enter__(self) -> _Scope:
@@ -70,7 +70,7 @@ class _Scope:
                 raise cancelled
             for item in self._also:
                 context = _context(item)
-                if hasattr(context, "__aenter__"):
+                if hasattr(type(context), "__aenter__"):
                     await stack.enter_async_context(context)
                 else:
                     stack.enter_context(context)
@@ -266,7 +266,11 @@ async def _in_thread(transition: Callable[[], object]) -> asyncio.CancelledError
 
 def _context(item: Any) -> Any:
     """Return the context manager that ``item`` is, or makes."""
-    return item if hasattr(item, "__enter__") or hasattr(item, "__aenter__") else item()
+    return item if _is_context(item) else item()
+
+
+def _is_context(item: Any) -> bool:
+    return hasattr(type(item), "__enter__") or hasattr(type(item), "__aenter__")
 
 
 def _first_error_wins(first: BaseException | None, second: Exception) -> bool:
