@@ -11,6 +11,7 @@ import sys
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 ASK_TORCH = """
 import json, torch
@@ -24,8 +25,20 @@ print(json.dumps({
 """
 
 
-class build_extension(build_ext):
+class AskTorchFirst(egg_info):
+    """Look for torch before pip reads the requirements: it would else fetch one, and build against another."""
+
+    def run(self):
+        """Write the metadata."""
+        installed_torch()
+        super().run()
+
+
+class BuildAgainstTorch(build_ext):
+    """Build the extension against the installed torch."""
+
     def build_extensions(self):
+        """Build, or say in one sentence what is missing."""
         torch = installed_torch()
         for extension in self.extensions:
             extension.include_dirs += torch["include_dirs"]
@@ -53,7 +66,10 @@ def installed_torch() -> dict:
             "gpurelease: it is compiled against the torch that is already installed, and "
             f"{sys.executable} cannot import torch: install torch 2.11 or later there and try again. ({reason})"
         )
-    return json.loads(asked.stdout)
+    torch = json.loads(asked.stdout)
+    if tuple(map(int, torch["version"].split(".")[:2])) < (2, 11):
+        sys.exit(f"gpurelease: it needs torch 2.11 or later, and torch {torch['version']} is installed: upgrade torch.")
+    return torch
 
 
 setup(
@@ -62,9 +78,9 @@ setup(
             "gpurelease._backend_table",
             ["gpurelease/csrc/backend_table.cpp"],
             libraries=["c10", "torch", "torch_cpu", "torch_python"],
-            extra_compile_args=["-std=c++20", "-O1"],
+            extra_compile_args=["-std=c++20", "-O1", "-g0"],
             language="c++",
         )
     ],
-    cmdclass={"build_ext": build_extension},
+    cmdclass={"build_ext": BuildAgainstTorch, "egg_info": AskTorchFirst},
 )

@@ -50,7 +50,9 @@ class Agreement:
         if verdict["failures"]:
             failures = {int(rank): text for rank, text in verdict["failures"].items()}
             where = ranks_text(sorted(failures))
-            raise self._failure(f"The world could not be {aim}d and is {state}, for what happened on {where}:", failures)
+            raise self._failure(
+                f"The world could not be {aim}d and is {state}, for what happened on {where}:", failures
+            )
         return verdict
 
     def confirm(self, goal: str, problems: list[str], freed_bytes: int | None = None) -> None:

@@ -51,6 +51,11 @@ class ReleasableGroup:
     def __str__(self) -> str:
         return f"process group {self._name!r} ({self.group.group_desc})"
 
+    def gloo_that_stays(self) -> Backend | None:
+        """Return the Gloo backend that the group has beside those to be released ("cpu:gloo,cuda:nccl"), or None."""
+        names = torch_internals.backend_names(self.group)
+        return next((entry.backend for entry in self._staying() if names.get(entry.device) == "gloo"), None)
+
     def take_off(self) -> list[Backend]:
         """Put placeholders into the table, and return the backends that were there, each once."""
         backends = {
@@ -86,14 +91,17 @@ class ReleasableGroup:
 
     def put_on(self, backends: Sequence[Backend]) -> None:
         """Put backends into the table, in the places of those that are released; the others stay."""
-        table = torch_internals.read_table(self.group)
-        stay = tuple(entry for entry in table.entries if entry.device not in self._devices)
         new = tuple(
             Entry(device, blueprint.type, backend)
             for blueprint, backend in zip(self._blueprints, backends, strict=True)
             for device in blueprint.devices
         )
-        torch_internals.write_table(self.group, Table(table.default_type, stay + new))
+        default_type = torch_internals.read_table(self.group).default_type
+        torch_internals.write_table(self.group, Table(default_type, (*self._staying(), *new)))
+
+    def _staying(self) -> list[Entry]:
+        entries = torch_internals.read_table(self.group).entries
+        return [entry for entry in entries if entry.device not in self._devices]
 
     def _refusal(self, backend: str) -> str:
         return (

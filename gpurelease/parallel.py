@@ -32,7 +32,7 @@ def run_all(jobs: Sequence[Callable[[], object]], threads: int, timeout: float) 
             try:
                 job()
                 outcomes[number] = None
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it is returned
+            except BaseException as error:
                 outcomes[number] = error
             finally:
                 del job

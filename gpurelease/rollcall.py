@@ -84,7 +84,9 @@ class RollCall:
         try:
             verdict = self._call(answer, conclude, _Clock(timeout, self._longest_pause))
         except RuntimeError as error:  # torch's DistError and its kin
-            raise NotAllCame((), f"WORLD's store does not answer; its host, usually rank 0, may be gone ({error})") from error
+            raise NotAllCame(
+                (), f"WORLD's store does not answer; its host, usually rank 0, may be gone ({error})"
+            ) from error
         if "missing" in verdict:
             raise NotAllCame(verdict["missing"], verdict["reason"])
         return verdict
@@ -98,7 +100,7 @@ class RollCall:
     def _call(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], clock: _Clock) -> Verdict:
         if self.token:
             self._number += 1
-        if not self.token and not self._join(clock):
+        elif not self._join(clock):
             return {"missing": [0], "reason": f"no word from rank 0 within {clock.timeout:g} s"}
         self._room.set(self._answer_key(self._rank), json.dumps(answer))
         if self._rank == 0:
@@ -108,10 +110,14 @@ class RollCall:
                 if not clock.pause():
                     self._give_up(clock.timeout)
         verdict: Verdict = json.loads(self._room.get(self._verdict_key()))
-        self._room.delete_key(self._answer_key(self._rank))
+        answers = [self._answer_key(rank) for rank in range(self._size)]
         self._verdicts_read.append(self._verdict_key())
         if "missing" in verdict:
             self._catch_up()
+        # The last thing that is asked of the store, for _let_the_others_read().
+        self._room.delete_key(answers[self._rank])
+        if self._rank == 0 and (verdict.get("missing") or verdict.get("failures")):
+            self._let_the_others_read(answers)
         return verdict
 
     def _collect_and_conclude(self, conclude: Callable[[list[Answer]], Verdict], clock: _Clock) -> None:
@@ -133,6 +139,16 @@ class RollCall:
         for key in self._verdicts_read:
             self._room.delete_key(key)
         self._verdicts_read.clear()
+
+    def _let_the_others_read(self, answers: list[str]) -> None:
+        """Wait a little until all that came have read a bad verdict, and so deleted their answers.
+
+        Rank 0 usually hosts the store. If the error that it is about to raise ends it, the others would be told of a
+        lost store and not of the cause.
+        """
+        clock = _Clock(2.0, self._longest_pause)
+        while any(self._room.check([answer]) for answer in answers) and clock.pause():
+            pass
 
     def _give_up(self, timeout: float) -> None:
         missing = [rank for rank in range(self._size) if not self._room.check([self._answer_key(rank)])]

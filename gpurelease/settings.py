@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gpurelease.errors import InvalidOption
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    Keep = Union[ProcessGroup, str, Iterable[Union[ProcessGroup, str]], Callable[[ProcessGroup], bool]]
+    Keep: TypeAlias = ProcessGroup | str | Iterable[ProcessGroup | str] | Callable[[ProcessGroup], bool]
 
 STRATEGIES = ("rebuild",)
 

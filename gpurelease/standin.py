@@ -12,12 +12,7 @@ from gpurelease import torch_internals
 from gpurelease.torch_internals import GLOO_TYPE, Backend, Books, Entry, Table
 
 
-def own_gloo(world: ProcessGroup) -> Backend | None:
-    """Return the Gloo backend that WORLD has beside others ("cpu:gloo,cuda:nccl"), or None."""
-    return next((e.backend for e in torch_internals.read_table(world).entries if e.backend.name() == "gloo"), None)
-
-
-def new_gloo(world: ProcessGroup, prefix: str, timeout: timedelta) -> Backend:
+def new_gloo(world: ProcessGroup, prefix: str, timeout: timedelta, limit: timedelta) -> Backend:
     """Build a Gloo backend for WORLD. All ranks must call.
 
     It connects two ranks when they first talk: a world in which nobody talks while it is released opens no
@@ -26,11 +21,12 @@ def new_gloo(world: ProcessGroup, prefix: str, timeout: timedelta) -> Backend:
     Args:
         world: WORLD.
         prefix: Prefix of the backend's keys in WORLD's store: one that no Gloo backend had before.
-        timeout: Time-out of its collectives, and the longest wait for other ranks here.
+        timeout: Time-out of its collectives.
+        limit: Longest wait for the other ranks here.
     """
     store = PrefixStore(prefix, torch_internals.store_of(world))
     options = torch_internals.lazy_gloo_options(timeout)
-    return torch_internals.new_gloo(store, world.rank(), world.size(), options, timeout)
+    return torch_internals.new_gloo(store, world.rank(), world.size(), options, limit)
 
 
 class Absence:

@@ -25,7 +25,7 @@ Backend = Any  # torch._C._distributed_c10d.Backend, or a Python subclass of it
 
 _SOURCE = Path(__file__).resolve().parent.parent
 _MEND = (
-    f"python -m pip install --no-deps -e {_SOURCE}"
+    f"python -m pip install --no-deps --no-build-isolation -e {_SOURCE}"
     if (_SOURCE / "setup.py").exists()
     else "python -m pip install --no-deps --no-cache-dir --force-reinstall gpurelease"
 )
@@ -226,10 +226,10 @@ def new_nccl(store: Store, rank: int, size: int, options: Any) -> Backend:
     return backend
 
 
-def new_gloo(store: Store, rank: int, size: int, options: Any, timeout: timedelta) -> Backend:
-    """Return a new ``ProcessGroupGloo``, connected to all members within ``timeout``. All members must call."""
+def new_gloo(store: Store, rank: int, size: int, options: Any, limit: timedelta) -> Backend:
+    """Return a new ``ProcessGroupGloo``, connected to all members within ``limit``. All members must call."""
     kept = options._timeout  # 2.11 to 2.15
-    options._timeout = timeout
+    options._timeout = limit
     try:
         backend = distributed_c10d.ProcessGroupGloo(store, rank, size, options)
     finally:

@@ -29,7 +29,7 @@ from gpurelease.parallel import run_all
 from gpurelease.report import Report, Transition
 from gpurelease.rollcall import RollCall, ranks_text
 from gpurelease.settings import ScopeOptions
-from gpurelease.standin import Absence, new_gloo, own_gloo
+from gpurelease.standin import Absence, new_gloo
 from gpurelease.torch_internals import Backend
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class World:
 
     def _release(self, options: ScopeOptions, report: Report, transition: Transition) -> bool:
         """Go from ARMED to RELEASED, and return whether there was anything to release."""
-        together = Agreement(self._roll_call, ReleaseFailed, self._timeout(options.timeout), transition)
+        together = Agreement(self._roll_call, ReleaseFailed, options.timeout or self._timeout(), transition)
         planned, problem = self._plan(options, transition)
         answer = {
             "goal": "release",
@@ -183,11 +183,11 @@ class World:
 
         for group in groups:
             group.connected = group.connected and group.key not in verdict["unconnected"]
-        self._prepare_gloo(groups, together, transition)
+        self._prepare_gloo(groups, together, transition, _limit(options.timeout or self._timeout()))
         free_before = torch_internals.free_bytes()
         self._there_at_release = weakref.WeakSet(torch_internals.groups())
         self._released = groups
-        problems = self._tear_down(groups, self._timeout(options.timeout), transition)
+        problems = self._tear_down(groups, options.timeout or self._timeout(), transition)
         try:
             together.confirm("released", problems, _difference(torch_internals.free_bytes(), free_before))
         except ReleaseFailed as failure:
@@ -210,17 +210,19 @@ class World:
                 logger.debug("planning failed", exc_info=True)
                 return Plan(), f"planning failed: {error!r}"
 
-    def _prepare_gloo(self, groups: list[ReleasableGroup], together: Agreement, transition: Transition) -> None:
+    def _prepare_gloo(
+        self, groups: list[ReleasableGroup], together: Agreement, transition: Transition, limit: timedelta
+    ) -> None:
         """Have a Gloo backend to stand in for WORLD, if WORLD is to be released: then it is so on all ranks."""
-        world = next((group.group for group in groups if group.group is self._world()), None)
+        world = next((group for group in groups if group.group is self._world()), None)
         if world is None or self._gloo is not None:
             return
         problems: list[str] = []
         with transition.step("stand-in"):
             self._generation += 1
-            timeout = timedelta(seconds=self._timeout(None))
+            timeout = timedelta(seconds=self._timeout())
             try:
-                self._gloo = own_gloo(world) or new_gloo(world, self._prefix("stand-in"), timeout)
+                self._gloo = world.gloo_that_stays() or new_gloo(world.group, self._prefix("stand-in"), timeout, limit)
             except Exception as error:
                 problems.append(f"Gloo could not be built to stand in for WORLD: {error}")
         try:
@@ -268,7 +270,7 @@ class World:
 
     def _restore(self, transition: Transition, body_failed: bool) -> None:
         """Go from RELEASED to ARMED."""
-        timeout = self._timeout(self.options.timeout)
+        timeout = self.options.timeout or self._timeout()
         together = Agreement(self._roll_call, RestoreFailed, timeout, transition)
         here = {group.key: group for group in self._released if torch_internals.exists(group.group)}
         destroyed = [group.key for group in self._released if group.key not in here]
@@ -315,7 +317,7 @@ class World:
         for group in groups:
             try:
                 with transition.step("build"):
-                    backends = group.build(prefix, timedelta(seconds=timeout))
+                    backends = group.build(prefix, _limit(timeout))
                     built.append((group, backends))
                 with transition.step("connect"):
                     group.connect(backends)
@@ -327,14 +329,20 @@ class World:
 
     # -------------------------------------------------------------------------------------------------------- small
 
-    def _timeout(self, seconds: float | None) -> float:
-        """Return the longest wait for other ranks, in seconds: what the user said, or else WORLD's time-out."""
+    def _timeout(self) -> float:
+        """Return WORLD's own time-out, in seconds."""
         world = self._world()
         own = None if world is None else torch_internals.world_timeout(world)
-        return seconds or (own or torch_internals.DEFAULT_TIMEOUT).total_seconds()
+        return (own or torch_internals.DEFAULT_TIMEOUT).total_seconds()
 
     def _prefix(self, purpose: str) -> str:
         return f"gpurelease/{self._roll_call.token}/{purpose}/{self._generation}"
+
+
+def _limit(timeout: float) -> timedelta:
+    """Return how long building may wait for other ranks: so long that, if it is in vain because another rank has
+    failed, this rank still comes to the roll call at which that one waits."""
+    return timedelta(seconds=timeout / 2)
 
 
 def _attempt(what: str, action: Callable[[], object]) -> list[str]:

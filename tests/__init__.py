@@ -1,1 +1,1 @@
-"""The tests, in layers: units, four real processes over Gloo, and the real ProcessGroupNCCL on a machine without a GPU."""
+"""The tests, in layers: units, four real processes over Gloo, and the real ProcessGroupNCCL without a GPU."""

@@ -30,7 +30,8 @@ def cycle(*groups: Any) -> Iterator[None]:
     with released_world(**POSING) as scope:
         assert scope.report.reason == "", scope.report
         assert dist.group.WORLD is world
-        for group in groups:
+        for group, old in zip(groups, before, strict=True):
+            assert backend_of(group) is not old, "a group was not released"
             if group is not world:
                 assert refusal(group), "a released group went on working"
         yield

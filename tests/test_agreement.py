@@ -12,7 +12,9 @@ def release(groups=None, **more):
 
 
 def test_a_group_is_released_if_all_its_members_would():
-    verdict = on_release([release({"w": [3, 1], "a": [2, 1]}), release({"w": [3, 1], "a": [2, 1]}), release({"w": [3, 1]})])
+    verdict = on_release(
+        [release({"w": [3, 1], "a": [2, 1]}), release({"w": [3, 1], "a": [2, 1]}), release({"w": [3, 1]})]
+    )
     assert verdict == {"failures": {}, "kept": {}, "unconnected": [], "any": True}
 
 
@@ -30,7 +32,12 @@ def test_a_group_shared_with_another_world_is_kept():
 
 
 def test_only_groups_that_all_members_are_connected_in_are_connected_again():
-    verdict = on_release([release({"all": [2, 1], "one": [2, 1], "none": [2, 0]}), release({"all": [2, 1], "one": [2, 0], "none": [2, 0]})])
+    verdict = on_release(
+        [
+            release({"all": [2, 1], "one": [2, 1], "none": [2, 0]}),
+            release({"all": [2, 1], "one": [2, 0], "none": [2, 0]}),
+        ]
+    )
     assert verdict["unconnected"] == ["one"]
 
 
@@ -41,7 +48,12 @@ def test_a_name_to_keep_must_exist_on_some_rank():
 
 
 def test_ranks_that_differ_are_named_with_what_they_differ_in():
-    answers = [release(), release(), release(backends=["nccl"]), {"goal": "restore", "destroyed": [], "body_failed": False}]
+    answers = [
+        release(),
+        release(),
+        release(backends=["nccl"]),
+        {"goal": "restore", "destroyed": [], "body_failed": False},
+    ]
     assert on_release(answers)["failures"] == {3: "its goal is 'restore', and 'release' on ranks 0, 1 and 2"}
     assert on_release(answers[:3])["failures"] == {2: "its backends is ('nccl',), and None on ranks 0 and 1"}
     assert on_release([release(), release(strategy="suspend"), release()])["failures"] == {
@@ -56,7 +68,10 @@ def test_a_problem_of_one_rank_is_everyone_s():
 
 
 def test_groups_destroyed_on_some_ranks_are_named_with_the_ranks():
-    answers = [{"goal": "restore", "destroyed": ["a"], "body_failed": False}, {"goal": "restore", "destroyed": [], "body_failed": True}]
+    answers = [
+        {"goal": "restore", "destroyed": ["a"], "body_failed": False},
+        {"goal": "restore", "destroyed": [], "body_failed": True},
+    ]
     assert on_restore(answers) == {"failures": {}, "destroyed": {"a": [0]}, "body_failed": True}
 
 

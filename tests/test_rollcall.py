@@ -139,7 +139,9 @@ def test_one_outcome_when_time_is_up_and_the_verdict_is_reached_at_once(store):
 def test_a_conclusion_that_fails_fails_everywhere(store):
     ranks = world(store)
     results = together([lambda r=r: r.call({}, lambda answers: 1 / 0, 5.0) for r in ranks])
-    assert [e.reason for e in results] == ["rank 0 failed to conclude the roll call: ZeroDivisionError('division by zero')"] * 3
+    assert [e.reason for e in results] == [
+        "rank 0 failed to conclude the roll call: ZeroDivisionError('division by zero')"
+    ] * 3
 
 
 def test_a_store_that_is_gone_is_named():

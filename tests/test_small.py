@@ -61,7 +61,10 @@ def test_a_report_says_it_in_one_line():
         "restored 1 process group in 0.500 s (build 0.500), took 1.00 GiB of device memory "
         "(1.00 GiB to 2.00 GiB over the ranks)"
     )
-    groups = [GroupReport("0", "default_pg", (0, 1), "cuda:nccl", True), GroupReport("1", "cpu", (0,), "cpu:gloo", False, "x")]
+    groups = [
+        GroupReport("0", "default_pg", (0, 1), "cuda:nccl", True),
+        GroupReport("1", "cpu", (0,), "cpu:gloo", False, "x"),
+    ]
     report = Report("", "rebuild", groups, [released, restored])
     assert str(report) == f"{released}; {restored}"
     assert [group.name for group in report.released] == ["0"]
@@ -93,7 +96,9 @@ def test_the_error_tree_is_the_one_drawn():
 
     drawn = [line.split("(")[0].strip(" │├└─") for line in module.__doc__.split("::")[1].splitlines() if "──" in line]
     classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
-    ours = [name for name, value in classes.items() if issubclass(value, GpuReleaseError) and value is not GpuReleaseError]
+    ours = [
+        name for name, value in classes.items() if issubclass(value, GpuReleaseError) and value is not GpuReleaseError
+    ]
     assert sorted(name.split()[0] for name in drawn) == sorted(ours)
     assert issubclass(ReleaseFailed, TransitionFailed)
 
@@ -128,7 +133,11 @@ def test_data_flows_one_way():
     """errors, settings and report import nothing of ours but errors."""
     for name in ("errors", "settings", "report"):
         tree = ast.parse((PACKAGE / f"{name}.py").read_text())
-        ours = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("gpurelease")}
+        ours = {
+            n.module
+            for n in ast.walk(tree)
+            if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("gpurelease")
+        }
         assert ours <= {"gpurelease.errors"}, (name, ours)
 
 

@@ -73,7 +73,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=40, help="steps, each a rollout and an update (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="decides policy, prompts and answers (default 0)")
-    parser.add_argument("--processes", type=int, default=min(4, most), help=f"ranks, here {most} at most (default %(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=min(4, most), help=f"ranks, here {most} at most (default %(default)s)"
+    )
     parser.add_argument(
         "--picture",
         type=Path,

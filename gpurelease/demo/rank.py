@@ -57,7 +57,7 @@ def run_rank(rank: int, job: Job, port: int, results: Connection) -> None:
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=job.ranks, timeout=TIMEOUT)
 
     torch.manual_seed(job.seed)
-    trainer = Trainer(make_mesh(device, job.ranks))
+    trainer = Trainer(make_mesh(device, job.ranks), job.steps)
     chance = torch.Generator(device).manual_seed(job.seed * job.ranks + rank)
     engine = Engine(chance)
     engine.load(trainer.full_weights())

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.lr_scheduler import LinearLR
 
 from gpurelease.demo.engine import Answers
 from gpurelease.demo.policy import Policy
@@ -15,7 +16,7 @@ from gpurelease.demo.task import LENGTH
 
 GROUP = 16  # answers to one prompt, whose rewards are compared with each other
 MINIBATCHES = 2  # optimizer steps per rollout
-LEARNING_RATE = 3e-3
+LEARNING_RATE, LAST_LEARNING_RATE = 4e-3, 8e-4  # it falls, or else the almost settled policy swings back
 CLIP = 0.2
 
 
@@ -24,9 +25,10 @@ class Trainer:
 
     Args:
         mesh: Over its dimension "dp" parameters are sharded and answers are split, over "tp" the layers of a block.
+        steps: How often :meth:`update` will be called.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, steps: int) -> None:
         self._tp = mesh.get_group("tp")
         self._policy = Policy().to(mesh.device_type)
         for block in self._policy.blocks:
@@ -36,6 +38,7 @@ class Trainer:
         fully_shard(self._policy, mesh=mesh["dp"])
         # One parameter at a time: "foreach" does not take parameters of different meshes in one call.
         self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=LEARNING_RATE, foreach=False)
+        self._schedule = LinearLR(self._optimizer, 1.0, LAST_LEARNING_RATE / LEARNING_RATE, total_iters=steps)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Gather the whole policy on every rank."""
@@ -60,6 +63,7 @@ class Trainer:
             self._optimizer.zero_grad()
             (-gain.mean()).backward()
             self._optimizer.step()
+        self._schedule.step()
 
     def _gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self._tp.size())]

@@ -1,0 +1,44 @@
+# Two commands do everything on a fresh machine with Python 3.10 or later and a C++ compiler:
+#
+#   make demo    train a small policy by GRPO on four processes, releasing the world around every rollout
+#   make test    lint, type-check, and run the tests that need no CUDA build of torch
+#
+# Each sets up what it needs in $(VENV). To use another torch: make test TORCH='torch==2.14.1' VENV=.venv-2.14
+#
+#   make test-nccl        the tests on the real ProcessGroupNCCL, without a GPU; sets up its own environment
+#   make test-install     pip install in all ways, in environments of their own
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_CUDA ?= torch==2.14.1
+VENV ?= .venv
+VENV_CUDA ?= .venv-nccl
+PIP = -m pip --disable-pip-version-check install --quiet
+BUILT_FROM = setup.py setup.cfg gpurelease/csrc/backend_table.cpp
+
+.PHONY: demo test lint types test-install clean
+
+demo: $(VENV)/ready
+	$(VENV)/bin/python -m gpurelease.demo
+
+test: lint types
+	$(VENV)/bin/python -m pytest tests --ignore tests/nccl --ignore tests/test_install.py
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check --config .ci/ruff.toml gpurelease tests setup.py
+	$(VENV)/bin/ruff format --config .ci/ruff.toml --check gpurelease tests setup.py
+
+types: $(VENV)/ready
+	$(VENV)/bin/mypy
+
+test-install: $(VENV)/ready
+	$(VENV)/bin/python -m pytest tests/test_install.py
+
+$(VENV)/ready: $(BUILT_FROM)
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) '$(TORCH)' setuptools wheel
+	$(VENV)/bin/python $(PIP) --no-build-isolation --editable '.[test,demo]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV_CUDA) build gpurelease.egg-info gpurelease/*.so

@@ -1,0 +1,285 @@
+"""All or none: whatever fails on whichever rank, all raise one error and are in one state, from which they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpurelease import (
+    ReleaseFailed,
+    RestoreFailed,
+    is_released,
+    released_world,
+    restore_world,
+    torch_internals,
+)
+from gpurelease.groups import ReleasableGroup
+from tests.cycles import POSING, backend_of, refusal
+from tests.ranks import init_gloo, run_ranks
+
+SIZE = 3
+
+
+def total(group=None):
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+class Fault:
+    """Makes one function raise, once it is switched on, until it is switched off."""
+
+    def __init__(self, owner, name):
+        self._owner, self._name, self._real = owner, name, getattr(owner, name)
+
+    def __enter__(self):
+        def fails(*args, **kwargs):
+            raise OSError("injected")
+
+        setattr(self._owner, self._name, fails)
+
+    def __exit__(self, *error):
+        setattr(self._owner, self._name, self._real)
+
+
+# Step -> what is made to fail there.
+RELEASE_STEPS = {
+    "plan": (torch_internals, "groups"),
+    "stand-in": (torch_internals, "lazy_gloo_options"),
+    "drain": (torch_internals, "drain"),
+    "take off": (ReleasableGroup, "take_off"),
+    "shut down": (torch_internals, "shut_down"),
+    "empty cache": (torch_internals, "empty_cache"),
+}
+RESTORE_STEPS = {
+    "build": (ReleasableGroup, "build"),
+    "connect": (ReleasableGroup, "connect"),
+}
+
+
+def failing_release(rank, size, step, failing):
+    init_gloo(rank, size)
+    group = dist.new_group(list(range(size)))
+    ran = False
+    started = time.monotonic()
+    fault = Fault(*RELEASE_STEPS[step])
+    if rank == failing:
+        fault.__enter__()
+        exists = torch_internals.exists
+
+        def going_back(group):  # the first thing that is asked on the way back, which shares some of the steps
+            fault.__exit__()
+            return exists(group)
+
+        torch_internals.exists = going_back
+    try:
+        with released_world(**POSING | {"timeout": 5}):
+            ran = True
+    except ReleaseFailed as error:
+        told = error
+    fault.__exit__()
+    took = time.monotonic() - started
+    state = (is_released(), ran, dist.get_backend(), total(), total(group), backend_of(group).name())
+    with released_world(**POSING):
+        assert is_released()
+        assert refusal(group)
+    return told.failures, told.missing, state, took, (total(), total(group))
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("step", RELEASE_STEPS)
+def test_a_release_that_fails_on_one_rank_fails_on_all_and_the_groups_work(step, failing):
+    for failures, missing, state, took, after in run_ranks(failing_release, SIZE, step=step, failing=failing):
+        assert list(failures) == [failing]
+        assert "injected" in failures[failing]
+        assert missing == ()
+        assert state == (False, False, "gloo", 3.0, 3.0, "gloo")
+        assert took < 5
+        assert after == (3.0, 3.0)
+
+
+def failing_restore(rank, size, step, failing):
+    init_gloo(rank, size)
+    group = dist.new_group(list(range(size)))
+    told = None
+    fault = Fault(*RESTORE_STEPS[step])
+    try:
+        with released_world(**POSING | {"timeout": 2}):
+            if rank == failing:
+                fault.__enter__()
+    except RestoreFailed as error:
+        told = error
+    fault.__exit__()
+    objects = [None] * size
+    dist.all_gather_object(objects, rank)
+    state = (is_released(), dist.get_backend(), objects, bool(refusal(group)))
+    report = restore_world()
+    after = (is_released(), total(), total(group), [transition.kind for transition in report.transitions])
+    return str(told), told.failures, state, after
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("step", RESTORE_STEPS)
+def test_a_restore_that_fails_on_one_rank_fails_on_all_and_can_be_tried_again(step, failing):
+    for text, failures, state, after in run_ranks(failing_restore, SIZE, step=step, failing=failing):
+        assert failing in failures and "injected" in failures[failing]
+        assert "still released, with Gloo standing in" in text
+        assert "process group" in failures[failing]
+        assert state == (True, "gloo", [0, 1, 2], True)
+        assert after == (False, 3.0, 3.0, ["restore"])
+
+
+# ------------------------------------------------------------------------------------------- late, dead, and leaving
+
+
+def late(rank, size, late_rank):
+    init_gloo(rank, size)
+    group = dist.new_group(list(range(size)))
+    before = backend_of(group)
+    for first in (True, False):
+        started = time.monotonic()
+        if rank == late_rank:
+            time.sleep(2.5)
+        try:
+            with released_world(**POSING | {"timeout": 1}):
+                raise AssertionError("it was entered")
+        except ReleaseFailed as error:
+            assert error.missing == (late_rank,) or (first and rank == late_rank), error
+            assert "as it was" in str(error)
+            took = time.monotonic() - started
+        assert not is_released()
+        assert backend_of(group) is before
+        assert took < 5
+        assert total(group) == 3
+        # In step again, after one has told the other.
+        with released_world(**POSING | {"timeout": 20}):
+            pass
+        assert total(group) == 3
+        before = backend_of(group)
+    return True
+
+
+@pytest.mark.parametrize("late_rank", [0, 2])
+def test_a_rank_that_does_not_enter_is_named_by_the_others_who_are_as_before(late_rank):
+    assert run_ranks(late, SIZE, late_rank=late_rank) == [True] * SIZE
+
+
+def killed(rank, size, inside):
+    init_gloo(rank, size)
+    with released_world(**POSING):
+        pass
+    if rank == 2 and not inside:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        with released_world(**POSING | {"timeout": 1.5}):
+            if rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            started = time.monotonic()
+    except (ReleaseFailed, RestoreFailed) as error:
+        told = type(error).__name__, error.missing, is_released()
+        if inside:
+            assert time.monotonic() - started < 4.5
+    dist.distributed_c10d._world.pg_map.clear()  # nothing is left to be destroyed together
+    dist.distributed_c10d._update_default_pg(None)
+    return told
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_killed_rank_is_named_by_the_others_in_time(inside):
+    results = run_ranks(killed, SIZE, inside=inside, dies={2: -signal.SIGKILL})
+    expected = ("RestoreFailed", (2,), True) if inside else ("ReleaseFailed", (2,), False)
+    assert results == [expected, expected, None]
+
+
+def interrupted(rank, size):
+    init_gloo(rank, size)
+    started = time.monotonic()
+    try:
+        with released_world(**POSING | {"timeout": 30}):
+            if rank == 1:
+                raise KeyboardInterrupt
+        return "restored"
+    except KeyboardInterrupt:
+        told = "interrupted", is_released(), dist.get_backend()
+    except RestoreFailed as error:
+        assert error.missing == (1,)
+        told = str(error)
+    assert time.monotonic() - started < 10
+    # Who left can come back: nobody's state was lost.
+    restore_world()
+    assert total() == 3
+    return told
+
+
+def test_an_interrupted_rank_leaves_at_once_and_the_others_are_told_who_left():
+    first, second, third = run_ranks(interrupted, SIZE)
+    assert second == ("interrupted", True, "gloo")
+    assert first == third
+    assert "rank 1 left with KeyboardInterrupt, and rebuilds nothing" in first
+
+
+def one_body_raises(rank, size):
+    init_gloo(rank, size)
+    group = dist.new_group(list(range(size)))
+    try:
+        with released_world(**POSING):
+            if rank == 1:
+                raise ValueError("only here")
+            time.sleep(0.2)
+        told = "fine"
+    except ValueError as error:
+        told = str(error)
+    assert not is_released()
+    # Its Gloo is not trusted any more: a collective may have been left in the middle.
+    with released_world(**POSING):
+        dist.barrier()
+        assert total() == 3
+    return told, total(), total(group)
+
+
+def test_a_body_that_raises_on_one_rank_only_does_not_hang_the_others():
+    told = [text for text, *sums in run_ranks(one_body_raises, SIZE) if sums == [3.0, 3.0]]
+    assert told == ["fine", "only here", "fine"]
+
+
+def collective_left_in_the_middle(rank, size):
+    from datetime import timedelta
+
+    init_gloo(rank, size, timeout=timedelta(seconds=2))
+    try:
+        with released_world(**POSING):
+            if rank == 1:
+                raise ValueError("before the barrier")
+            dist.barrier()
+    except (ValueError, RuntimeError) as error:
+        told = type(error).__name__
+    assert not is_released()
+    with released_world(**POSING):
+        dist.barrier()
+        assert total() == 3
+    return told, total()
+
+
+def test_a_gloo_that_a_left_collective_has_broken_is_built_anew():
+    results = run_ranks(collective_left_in_the_middle, SIZE)
+    assert results == [("RuntimeError", 3.0), ("ValueError", 3.0), ("RuntimeError", 3.0)]
+
+
+def differing(rank, size):
+    init_gloo(rank, size)
+    options = {"backends": ("gloo", "nccl")} if rank == 1 else {}
+    try:
+        with released_world(**POSING | options):
+            pass
+    except ReleaseFailed as error:
+        return error.failures, is_released(), total()
+
+
+def test_ranks_that_enter_with_other_options_are_told_who_differs_and_in_what():
+    text = "its backends is ('gloo', 'nccl'), and ('gloo',) on ranks 0 and 2"
+    assert run_ranks(differing, SIZE) == [({1: text}, False, 3.0)] * SIZE
