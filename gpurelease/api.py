@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from contextlib2 import AsyncExitStack, ExitStack
 
+from gpurelease import torch_internals
 from gpurelease.errors import InvalidOption
 from gpurelease.report import Report
 from gpurelease.scopes import Frame, shared
@@ -251,7 +252,13 @@ def _async_leaver(frame: Frame) -> AsyncLeaver:
 
 async def _in_thread(transition: Callable[[], object]) -> asyncio.CancelledError | None:
     """Run a transition in a worker thread, to its end. If the task is cancelled meanwhile, return the cancellation."""
-    running = asyncio.ensure_future(asyncio.to_thread(transition))
+    device = torch_internals.accelerator()  # a new thread's would be device 0, whichever is this rank's
+
+    def run() -> None:
+        with torch_internals.on_device(device):
+            transition()
+
+    running = asyncio.ensure_future(asyncio.to_thread(run))
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
         try:

@@ -50,13 +50,14 @@ class RollCall:
 
     Attributes:
         token: Fresh for every WORLD and the same on all its ranks, once the first roll call went through.
+        number: How many roll calls there were: the same on all ranks that came to the last one.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._hall = PrefixStore("gpurelease", _clone(store))
         self._rank = rank
         self._size = size
-        self._number = 0
+        self.number = 0
         self._verdicts_read: list[str] = []
         # Rank 0: the words it has handed the token out for, by rank, until all ranks came once.
         self._words: dict[int, bytes] | None = {}
@@ -94,12 +95,12 @@ class RollCall:
     def leave(self, reason: str) -> None:
         """Tell the ranks that wait at the next roll call, now or later, that this rank does not come to it."""
         if self.token:
-            self._number += 1
+            self.number += 1
             self._propose({"missing": [self._rank], "reason": reason})
 
     def _call(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], clock: _Clock) -> Verdict:
         if self.token:
-            self._number += 1
+            self.number += 1
         elif not self._join(clock):
             return {"missing": [0], "reason": f"no word from rank 0 within {clock.timeout:g} s"}
         self._room.set(self._answer_key(self._rank), json.dumps(answer))
@@ -163,8 +164,8 @@ class RollCall:
 
     def _catch_up(self) -> None:
         """Skip the roll calls that the others gave up while this rank was away: the next one it comes to is theirs."""
-        while self._room.check([f"verdict/{self._number + 1}"]):
-            self._number += 1
+        while self._room.check([f"verdict/{self.number + 1}"]):
+            self.number += 1
             self._verdicts_read.append(self._verdict_key())
 
     def _join(self, clock: _Clock) -> bool:
@@ -177,7 +178,7 @@ class RollCall:
         token, number = self._hall.get(f"token/{word}").decode().split()
         self._hall.delete_key(f"token/{word}")
         self._enter_room(token)
-        self._number = int(number)
+        self.number = int(number)
         return True
 
     def _hand_out_token(self) -> None:
@@ -188,7 +189,7 @@ class RollCall:
             if self._hall.check([f"word/{rank}"]):
                 word = self._hall.get(f"word/{rank}")
                 if word != self._words.get(rank):
-                    self._hall.set(f"token/{word.decode()}", f"{self.token} {self._number}")
+                    self._hall.set(f"token/{word.decode()}", f"{self.token} {self.number}")
                     self._words[rank] = word
 
     def _enter_room(self, token: str) -> None:
@@ -196,10 +197,10 @@ class RollCall:
         self._room = PrefixStore(token, self._hall)
 
     def _answer_key(self, rank: int) -> str:
-        return f"answer/{self._number}/{rank}"
+        return f"answer/{self.number}/{rank}"
 
     def _verdict_key(self) -> str:
-        return f"verdict/{self._number}"
+        return f"verdict/{self.number}"
 
 
 class _Clock:

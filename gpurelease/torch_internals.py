@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -214,13 +214,12 @@ def is_connected(backend: Backend) -> bool:
 
 def connect(backend: Backend, device: torch.device) -> None:
     """Make ``backend``'s communicator now. All members of the group must call."""
-    with torch.accelerator.device_index(device.index):
+    with on_device(device):
         unwrap(backend).eager_connect_single_device(device)
 
 
 def new_nccl(store: Store, rank: int, size: int, options: Any) -> Backend:
     """Return a new, unconnected ``ProcessGroupNCCL``."""
-    options.split_from = None  # a communicator that is gone by now
     backend = distributed_c10d.ProcessGroupNCCL(store, rank, size, options)
     _start_sequence(backend)
     return backend
@@ -298,9 +297,13 @@ def accelerator() -> torch.device | None:
     return None if device is None else torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def free_bytes() -> int | None:
-    """Return the bytes that are free on the current device, as the device itself counts them, or None without one."""
-    device = accelerator()
+def on_device(device: torch.device | None) -> AbstractContextManager[object]:
+    """Return a context in which ``device`` is current on this thread; None changes nothing."""
+    return nullcontext() if device is None else torch.accelerator.device_index(device.index)
+
+
+def free_bytes(device: torch.device | None) -> int | None:
+    """Return the bytes that are free on ``device``, as the device itself counts them, or None without one."""
     if device is None:
         return None
     mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)  # CUDA, XPU
@@ -321,8 +324,11 @@ def drain(devices: Iterable[torch.device | None]) -> None:
 
 def shut_down(backend: Backend, device: torch.device | None) -> None:
     """Shut ``backend`` down, with its own device current: NCCL would else touch device 0 (pytorch 159262)."""
-    with nullcontext() if device is None else torch.accelerator.device_index(device.index):
+    with on_device(device):
         unwrap(backend).shutdown()
+    options: Any = options_of(unwrap(backend))
+    if hasattr(options, "split_from"):  # ProcessGroupNCCL.Options, 2.11 to 2.15
+        options.split_from = None  # it would keep the parent's backend alive, and is never split from again
 
 
 def why_not_now() -> str:

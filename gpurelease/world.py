@@ -15,17 +15,15 @@ import enum
 import logging
 import os
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 
+import torch
 from torch.distributed import ProcessGroup
 
-from gpurelease import agreement, torch_internals
+from gpurelease import agreement, rebuild, torch_internals
 from gpurelease.agreement import Agreement
 from gpurelease.errors import ReleaseFailed, RestoreFailed, ScopeMisuse
 from gpurelease.groups import Plan, ReleasableGroup, plan
-from gpurelease.parallel import run_all
 from gpurelease.report import Report, Transition
 from gpurelease.rollcall import RollCall, ranks_text
 from gpurelease.settings import ScopeOptions
@@ -33,10 +31,6 @@ from gpurelease.standin import Absence, new_gloo
 from gpurelease.torch_internals import Backend
 
 logger = logging.getLogger(__name__)
-
-# Shutting a communicator down may wait until its other members do the same. All ranks start in one order, by key, so
-# with any number of threads the first group that is not done is being shut down by all its members.
-SHUTDOWN_THREADS = 32
 
 
 class Phase(enum.Enum):
@@ -71,7 +65,6 @@ class World:
         self._rank = group.rank()
         self._store = torch_internals.store_of(group)
         self._roll_call = RollCall(self._store, group.rank(), group.size())
-        self._generation = 0
         self._gloo: Backend | None = None
         self._absence: Absence | None = None
         self._released: list[ReleasableGroup] = []
@@ -164,7 +157,8 @@ class World:
 
     def _release(self, options: ScopeOptions, report: Report, transition: Transition) -> bool:
         """Go from ARMED to RELEASED, and return whether there was anything to release."""
-        together = Agreement(self._roll_call, ReleaseFailed, options.timeout or self._timeout(), transition)
+        timeout = options.timeout or self._timeout()
+        together = Agreement(self._roll_call, ReleaseFailed, timeout, transition)
         planned, problem = self._plan(options, transition)
         answer = {
             "goal": "release",
@@ -183,13 +177,19 @@ class World:
 
         for group in groups:
             group.connected = group.connected and group.key not in verdict["unconnected"]
-        self._prepare_gloo(groups, together, transition, _limit(options.timeout or self._timeout()))
-        free_before = torch_internals.free_bytes()
+        self._prepare_gloo(groups, together, transition, _limit(timeout))
+        device = _device_of(groups)
+        free_before = torch_internals.free_bytes(device)
         self._there_at_release = weakref.WeakSet(torch_internals.groups())
         self._released = groups
-        problems = self._tear_down(groups, options.timeout or self._timeout(), transition)
+        with transition.step("tear down"):
+            taken, problems = rebuild.take_off(groups)
+            world = self._world()
+            if self._gloo is not None and world is not None and any(group.group is world for group in groups):
+                self._absence = Absence(world, self._gloo)
+            problems += rebuild.shut_down(taken, timeout)
         try:
-            together.confirm("released", problems, _difference(torch_internals.free_bytes(), free_before))
+            together.confirm("released", problems, _freed(device, free_before))
         except ReleaseFailed as failure:
             self._go_back(failure)
             raise
@@ -219,7 +219,6 @@ class World:
             return
         problems: list[str] = []
         with transition.step("stand-in"):
-            self._generation += 1
             timeout = timedelta(seconds=self._timeout())
             try:
                 self._gloo = world.gloo_that_stays() or new_gloo(world.group, self._prefix("stand-in"), timeout, limit)
@@ -230,34 +229,6 @@ class World:
         except ReleaseFailed:
             self._gloo = None
             raise
-
-    def _tear_down(self, groups: list[ReleasableGroup], timeout: float, transition: Transition) -> list[str]:
-        """Take all groups off and shut their backends down, whatever fails on the way. Return what failed."""
-        problems: list[str] = []
-        with transition.step("drain"):
-            problems += _attempt("waiting for the device", partial(torch_internals.drain, [g.device for g in groups]))
-        with transition.step("tear down"):
-            shutdowns: list[tuple[str, Callable[[], None]]] = []
-            for group in groups:
-                try:
-                    backends = group.take_off()
-                except Exception as error:
-                    problems.append(f"taking {group} off its table: {error}")
-                else:
-                    shutdowns += [(str(group), partial(torch_internals.shut_down, b, group.device)) for b in backends]
-            backends = []
-            world = next((group.group for group in groups if group.group is self._world()), None)
-            if self._gloo is not None and world is not None:
-                self._absence = Absence(world, self._gloo)
-            outcomes = run_all([job for _, job in shutdowns], SHUTDOWN_THREADS, timeout)
-            problems += [
-                f"shutting down {name}: {error}"
-                for (name, _), error in zip(shutdowns, outcomes, strict=True)
-                if error is not None
-            ]
-            shutdowns.clear()  # the last references to the backends
-            problems += _attempt("emptying the cache", torch_internals.empty_cache)
-        return problems
 
     def _go_back(self, failure: ReleaseFailed) -> None:
         try:
@@ -283,49 +254,24 @@ class World:
             logger.warning("rank %d: %s is not restored: it was destroyed on %s", self._rank, group, where)
         self._made_while_released.update(g for g in torch_internals.groups() if g not in self._there_at_release)
 
-        torch_internals.empty_cache()
-        free_before = torch_internals.free_bytes()
-        built, problems = self._build(list(here.values()), timeout, transition)
+        device = _device_of(list(here.values()))
+        free_before = torch_internals.free_bytes(device)
+        built, problems = rebuild.build(list(here.values()), self._prefix("generation"), _limit(timeout), transition)
         try:
-            together.confirm("restored", problems, _difference(torch_internals.free_bytes(), free_before))
+            together.confirm("restored", problems, _freed(device, free_before))
         except RestoreFailed:
-            run_all(
-                [partial(torch_internals.shut_down, b, group.device) for group, backends in built for b in backends],
-                SHUTDOWN_THREADS,
-                timeout,
-            )
+            rebuild.shut_down(built, timeout)
             raise
         with transition.step("put on"):
             world = self._world()
             if self._absence is not None and world is not None:
                 self._absence.end(world)
                 self._absence = None
-            for group, backends in built:
-                group.put_on(backends)
+            rebuild.put_on(built)
         self._released = []
         if verdict["body_failed"]:
             self._gloo = None
         transition.groups = len(built)
-
-    def _build(
-        self, groups: list[ReleasableGroup], timeout: float, transition: Transition
-    ) -> tuple[list[tuple[ReleasableGroup, list[Backend]]], list[str]]:
-        """Build and connect all groups' backends, in the order that all ranks have. Return them, and what failed."""
-        built: list[tuple[ReleasableGroup, list[Backend]]] = []
-        self._generation += 1
-        prefix = self._prefix("generation")
-        for group in groups:
-            try:
-                with transition.step("build"):
-                    backends = group.build(prefix, _limit(timeout))
-                    built.append((group, backends))
-                with transition.step("connect"):
-                    group.connect(backends)
-            except Exception as error:
-                free = torch_internals.free_bytes()
-                memory = "" if free is None else f" ({free / 2**30:.2f} GiB were free on the device)"
-                return built, [f"building {group}: {error}{memory}"]
-        return built, []
 
     # -------------------------------------------------------------------------------------------------------- small
 
@@ -336,7 +282,8 @@ class World:
         return (own or torch_internals.DEFAULT_TIMEOUT).total_seconds()
 
     def _prefix(self, purpose: str) -> str:
-        return f"gpurelease/{self._roll_call.token}/{purpose}/{self._generation}"
+        """Return a prefix for keys: the same on all ranks, and never used before."""
+        return f"gpurelease/{self._roll_call.token}/{purpose}/{self._roll_call.number}"
 
 
 def _limit(timeout: float) -> timedelta:
@@ -345,13 +292,11 @@ def _limit(timeout: float) -> timedelta:
     return timedelta(seconds=timeout / 2)
 
 
-def _attempt(what: str, action: Callable[[], object]) -> list[str]:
-    try:
-        action()
-    except Exception as error:
-        return [f"{what}: {error}"]
-    return []
+def _device_of(groups: list[ReleasableGroup]) -> torch.device | None:
+    """Return the device whose memory is reported: the groups', since looking at another would make a context there."""
+    return next((group.device for group in groups if group.device is not None), None)
 
 
-def _difference(after: int | None, before: int | None) -> int | None:
-    return None if after is None or before is None else after - before
+def _freed(device: torch.device | None, free_before: int | None) -> int | None:
+    free = torch_internals.free_bytes(device)
+    return None if free is None or free_before is None else free - free_before

@@ -71,10 +71,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             and after it: descriptors and threads, or on GPUs the device's memory in use."""
         ),
     )
-    parser.add_argument("--steps", type=int, default=40, help="steps, each a rollout and an update (default 40)")
-    parser.add_argument("--seed", type=int, default=0, help="decides policy, prompts and answers (default 0)")
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="rollouts and updates (default 40)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides policy and prompts (default 0)")
     parser.add_argument(
-        "--processes", type=int, default=min(4, most), help=f"ranks, here {most} at most (default %(default)s)"
+        "--processes",
+        type=int,
+        default=min(4, most),
+        metavar="N",
+        help=f"ranks, from 2 to {most} on this machine (default %(default)s)",
     )
     parser.add_argument(
         "--picture",
@@ -86,8 +90,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps takes 1 or more")
-    if not 1 <= options.processes <= most:
-        parser.error(f"--processes takes 1 to {most} on this machine")
+    if not 2 <= options.processes <= most:
+        parser.error(f"--processes takes 2 to {most} on this machine")
     if not options.picture.resolve().parent.is_dir():
         parser.error(f"--picture: there is no folder {options.picture.resolve().parent}")
     return options

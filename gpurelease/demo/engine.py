@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gpurelease.demo.policy import SEPARATOR, Policy
 from gpurelease.demo.task import LENGTH
@@ -52,7 +52,7 @@ class Engine:
     @torch.no_grad()
     def generate(self, prompts: Tensor) -> Answers:
         """Sample one answer for each prompt, of shape ``[count, LENGTH]``, digit by digit."""
-        tokens = F.pad(prompts, (0, 1), value=SEPARATOR)
+        tokens = pad(prompts, (0, 1), value=SEPARATOR)
         log_probs: list[Tensor] = []
         for _ in range(LENGTH):
             choices = self._policy(tokens)[:, -1]

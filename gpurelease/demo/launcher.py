@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Generator
 from multiprocessing.connection import Connection, wait
 
-import torch.multiprocessing
-from torch.distributed import TCPStore
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, spawn
 
 from gpurelease.demo.rank import Job, run_rank
 from gpurelease.demo.record import Step
 
 PATIENCE = 120.0  # seconds without news; the ranks' own time-outs are shorter, and say more
-GRACE = 3.0  # seconds for a rank to end by itself, and again before it is killed
+GRACE = 1.0  # seconds for a rank to end by itself, and again before it is killed
 
 
 class JobFailed(Exception):
     """The job did not come to its end. All its processes have ended."""
 
 
-def run_job(job: Job) -> Iterator[Step]:
+def run_job(job: Job) -> Generator[Step, None, None]:
     """Run the job in processes of its own, and yield each step when it is done.
 
     The processes end with the generator, however that ends.
@@ -29,10 +29,12 @@ def run_job(job: Job) -> Iterator[Step]:
     Raises:
         JobFailed: A rank raised, was killed, or hung.
     """
+    # It would say of every process that it ends it.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     # The launcher holds the store, so that it outlives every rank; the system picks the port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    ranks = torch.multiprocessing.spawn(run_rank, (job, store.port, sender), job.ranks, join=False, daemon=True)
+    ranks = spawn(run_rank, (job, store.port, sender), job.ranks, join=False, daemon=True)
     sender.close()
     try:
         for _ in range(job.steps):

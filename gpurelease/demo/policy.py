@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from gpurelease.demo.task import DIGITS, LENGTH
 
@@ -34,9 +34,9 @@ class Block(nn.Module):
             layer(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.before_feed_forward(x))))
+        return x + self.down(gelu(self.up(self.before_feed_forward(x))))
 
 
 class Policy(nn.Module):

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpurelease.demo.engine import Engine
@@ -47,13 +48,15 @@ def run_rank(rank: int, job: Job, port: int, results: Connection) -> None:
         port: Where the launcher's store listens on this machine.
         results: Where rank 0 sends a :class:`Step` after each step.
     """
+    if rank != 0:
+        results.close()  # so that the launcher sees the end of it when rank 0 dies
     torch.set_num_threads(1)
     # Its advice, to gather in another order, is not this trainer's to take.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     device = torch.device("cuda", rank) if BACKEND == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)
+    store = TCPStore("127.0.0.1", port, timeout=TIMEOUT)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=job.ranks, timeout=TIMEOUT)
 
     torch.manual_seed(job.seed)
