@@ -39,20 +39,17 @@ class Agreement:
         Raises:
             ReleaseFailed, RestoreFailed: On all ranks that came: some did not, or told a problem, or differ.
         """
-        state = "as it was" if self._failure is ReleaseFailed else "still released, with Gloo standing in"
         aim = "release" if self._failure is ReleaseFailed else "restore"
         with self._transition.step("roll call"):
             try:
                 verdict = self._roll_call.call(answer, conclude, self._timeout)
             except NotAllCame as absent:
-                summary = f"The world could not be {aim}d and is {state}: {absent.reason}."
+                summary = f"The world could not be {aim}d: {absent.reason}."
                 raise self._failure(summary, missing=absent.missing) from absent.__cause__
         if verdict["failures"]:
             failures = {int(rank): text for rank, text in verdict["failures"].items()}
             where = ranks_text(sorted(failures))
-            raise self._failure(
-                f"The world could not be {aim}d and is {state}, for what happened on {where}:", failures
-            )
+            raise self._failure(f"The world could not be {aim}d, for what happened on {where}:", failures)
         return verdict
 
     def confirm(self, goal: str, problems: list[str], freed_bytes: int | None = None) -> None:

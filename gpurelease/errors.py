@@ -40,17 +40,20 @@ class TransitionFailed(GpuReleaseError, RuntimeError):
     Every rank that took part raises it, with the same contents.
 
     Attributes:
-        summary: What could not be done and what state the world is in, in one sentence.
+        summary: What could not be done, in one sentence.
         failures: What went wrong, by global rank.
         missing: The global ranks that did not come, or that left.
     """
+
+    state = ""
+    """What state the world is in, in one sentence."""
 
     def __init__(self, summary: str, failures: Mapping[int, str] | None = None, missing: Sequence[int] = ()) -> None:
         self.summary = summary
         self.failures = dict(failures or {})
         self.missing = tuple(missing)
         lines = [summary, *(f"  rank {rank}: {text}" for rank, text in sorted(self.failures.items()))]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([*lines, self.state]).rstrip())
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.summary, self.failures, self.missing)
@@ -59,9 +62,13 @@ class TransitionFailed(GpuReleaseError, RuntimeError):
 class ReleaseFailed(TransitionFailed):
     """The world could not be released, on any rank. It is as it was: every group works."""
 
+    state = "Nothing was changed: every group works as before."
+
 
 class RestoreFailed(TransitionFailed):
     """The world could not be restored, on any rank. It is still released, with Gloo standing in.
 
     Call :func:`gpurelease.restore_world` on all ranks to try again.
     """
+
+    state = "It is still released, with Gloo standing in; restore_world() on all ranks tries again."

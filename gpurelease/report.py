@@ -84,7 +84,8 @@ class Report:
             nested in a scope that had acted already.
         strategy: How groups were released.
         groups: What became of each group of this rank.
-        transitions: What was done, in order: usually a release and a restore.
+        transitions: What was done, in order: usually a release and a restore, and in between those of a
+            ``restored_world()`` inside.
     """
 
     reason: str = ""
@@ -101,6 +102,10 @@ class Report:
     def kept(self) -> list[GroupReport]:
         """The groups that were left alone, each with the reason."""
         return [group for group in self.groups if not group.released]
+
+    def seconds(self, kind: str) -> float:
+        """Return the seconds that all transitions of a kind took together: "release" or "restore"."""
+        return sum(transition.total_seconds for transition in self.transitions if transition.kind == kind)
 
     @property
     def freed_bytes(self) -> int | None:

@@ -107,10 +107,12 @@ class Scopes:
                 return
             outer = self._innermost(world)
             wanted = outer.wants if outer else "restored"
+            done = len(frame.report.transitions)
             if wanted == "restored" and world.phase is not Phase.ARMED:
                 world.restore(frame.report, body_failed=body_failed)
             elif wanted == "released" and frame.acted and world.phase is Phase.ARMED:
                 world.release(world.options, frame.report)
+                self._tell_the_scope_around(frame, done)
 
     def abandon(self, frame: Frame, interrupt: BaseException) -> None:
         """Close a scope whose body was interrupted: rebuild nothing, and tell the ranks that will wait."""
@@ -186,6 +188,14 @@ class Scopes:
         else:
             world.restore(frame.report)
             frame.acted = outer is not None
+            self._tell_the_scope_around(frame, 0)
+
+    def _tell_the_scope_around(self, inner: Frame, done: int) -> None:
+        """Add an inner scope's new transitions to the report of the scope whose release they interrupt."""
+        for frame in reversed(self._frames):
+            if frame.acted and frame.world is inner.world:
+                frame.report.transitions += inner.report.transitions[done:]
+                return
 
     def _close(self, frame: Frame) -> Frame | None:
         """Take ``frame`` off the stack, and return the scope on top of it, if there is one."""

@@ -7,7 +7,6 @@ may be replaced.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -238,20 +237,21 @@ def new_gloo(store: Store, rank: int, size: int, options: Any, limit: timedelta)
     return backend
 
 
-def lazy_gloo_options(timeout: timedelta) -> Any:
-    """Return options for a Gloo backend that connects two ranks when they first talk, and not before.
+def new_default_gloo(store: Store, rank: int, size: int, timeout: timedelta, limit: timedelta) -> Backend:
+    """Return a new ``ProcessGroupGloo`` as torch makes one for itself: on the interfaces of ``GLOO_SOCKET_IFNAME``, and
+    connecting at first use if ``TORCH_GLOO_LAZY_INIT`` says so. All ranks must call.
 
-    It uses the network interfaces that torch itself would: those of ``GLOO_SOCKET_IFNAME``, or the host's own.
+    Args:
+        store: Where the ranks meet.
+        rank: This process's rank.
+        size: Number of ranks.
+        timeout: Time-out of its collectives.
+        limit: Longest wait for the other ranks here.
     """
-    gloo: Any = distributed_c10d.ProcessGroupGloo
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options = gloo._Options()  # 2.11 to 2.15
-    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces] or [
-        gloo.create_default_device(lazy_init=True)
-    ]
-    options._threads = 2 * len(options._devices)
-    options._timeout = timeout
-    return options
+    backend = distributed_c10d.ProcessGroupGloo(store, rank, size, limit)
+    backend._set_default_timeout(timeout)  # 2.11 to 2.15
+    _start_sequence(backend)
+    return backend
 
 
 def new_from_plugin(

@@ -231,10 +231,16 @@ class World:
             raise
 
     def _go_back(self, failure: ReleaseFailed) -> None:
+        """Restore what a failed release has taken, or raise RestoreFailed."""
+        if failure.missing:
+            # Nothing can be restored without them, and nobody waits for them a second time.
+            summary = f"{failure.summary} What was released by then cannot be restored without them."
+            raise RestoreFailed(summary, failure.failures, failure.missing) from failure
         try:
             self._restore(Transition("restore"), body_failed=True)
         except RestoreFailed as second:
-            summary = f"{second.summary} (This was the way back from a release that failed: {failure})"
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in failure.failures.items())
+            summary = f"{second.summary} (This was the way back from a release that failed: {told})"
             raise RestoreFailed(summary, second.failures, second.missing) from failure
 
     # ------------------------------------------------------------------------------------------------------ restore

@@ -88,7 +88,7 @@ def test_errors_survive_a_process_pipe(kind):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert (copy.summary, copy.failures, copy.missing) == ("It failed.", {1: "no memory", 0: "no word"}, (3,))
-    assert str(copy) == str(error) == "It failed.\n  rank 0: no word\n  rank 1: no memory"
+    assert str(copy) == str(error) == f"It failed.\n  rank 0: no word\n  rank 1: no memory\n{kind.state}"
 
 
 def test_the_error_tree_is_the_one_drawn():

@@ -297,7 +297,10 @@ def every_kind_of_scope(rank, size):
         async with released_world(**POSING):
             return await async_rollout()
 
-    assert rollout() == "samples"
+    with released_world(**POSING) as scope:
+        assert rollout() == "samples"
+    assert [t.kind for t in scope.report.transitions] == ["release", *["restore", "release"] * 2, "restore"]
+    assert scope.report.seconds("restore") > 0
     assert log == [True, 6.0, True] * 2
     log.clear()
     assert asyncio.run(main()) == "samples"
@@ -373,7 +376,7 @@ def open_coalescing_block(rank, size):
 
 def test_an_open_coalescing_block_is_refused_before_anything_changes():
     for text in run_ranks(open_coalescing_block, size=2):
-        assert "a coalescing block is open" in text and "as it was" in text
+        assert "a coalescing block is open" in text and "every group works as before" in text
 
 
 def forked(rank, size):

@@ -1,8 +1,7 @@
-"""What one rank holds, over time, and what gpurelease did meanwhile."""
+"""What one rank holds, now and over time."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpurelease import Transition
+from gpurelease import is_released
 
 PERIOD = 0.02  # seconds between two samples
 
@@ -38,42 +37,34 @@ class Usage(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Usage at a moment, in seconds of the system's monotonic clock."""
+    """One sample.
+
+    Attributes:
+        seconds: When, by the system's monotonic clock.
+        released: Whether the world was released then, or on its way there or back.
+        usage: What the rank held.
+    """
 
     seconds: float
+    released: bool
     usage: Usage
 
 
-class Change(NamedTuple):
-    """A transition of the world that has just ended, and what the rank held then."""
-
-    transition: Transition
-    seconds: float
-    usage: Usage
-
-
-class Meter(logging.Handler):
-    """Samples this rank's usage from a thread, and hears of each transition through the log.
-
-    The log, since a decorated function has no scope at hand whose report could be read.
+class Meter:
+    """Tells what this rank holds, and takes samples of it from a thread.
 
     Args:
         device: The rank's device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(logging.INFO)
         self._device = device
         self._samples: list[Sample] = []
-        self._changes: list[Change] = []
         self._looking = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="meter", daemon=True)
 
     def __enter__(self) -> Meter:
-        logger = logging.getLogger("gpurelease.world")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
         self._thread.start()
         return self
 
@@ -82,7 +73,6 @@ class Meter(logging.Handler):
     ) -> None:
         self._stop.set()
         self._thread.join()
-        logging.getLogger("gpurelease.world").removeHandler(self)
 
     def usage(self) -> Usage:
         """Return what this rank holds now."""
@@ -94,18 +84,11 @@ class Meter(logging.Handler):
             descriptors = len(os.listdir("/proc/self/fd")) - 1
             return Usage(descriptors, len(os.listdir("/proc/self/task")) - 1, device_bytes)
 
-    def take(self) -> tuple[list[Sample], list[Change]]:
-        """Return the samples and changes since the last call."""
+    def take_samples(self) -> list[Sample]:
+        """Return the samples since the last call."""
         samples, self._samples = self._samples, []
-        changes, self._changes = self._changes, []
-        return samples, changes
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note a transition that gpurelease logs."""
-        for argument in record.args or ():
-            if isinstance(argument, Transition):
-                self._changes.append(Change(argument, time.monotonic(), self.usage()))
+        return samples
 
     def _sample(self) -> None:
         while not self._stop.wait(PERIOD):
-            self._samples.append(Sample(time.monotonic(), self.usage()))
+            self._samples.append(Sample(time.monotonic(), is_released(), self.usage()))

@@ -23,6 +23,7 @@ def draw(steps: Sequence[Step], path: Path) -> None:
 
     samples = [sample for step in steps for sample in step.samples]
     start, end = samples[0].seconds, steps[-1].seconds
+    times = [sample.seconds - start for sample in samples]
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     learning, holding = figure.subplots(2, sharex=True)
@@ -34,11 +35,12 @@ def draw(steps: Sequence[Step], path: Path) -> None:
     learning.set_ylim(0, 1)
 
     holding.set_title("Held by rank 0; shaded: the process groups are released", loc="left")
-    for begun, ended in (phase for step in steps for phase in step.released_phases()):
-        holding.axvspan(begun - start, ended - start, color=RELEASED, linewidth=0)
+    released = [sample.released for sample in samples]
+    everywhere = holding.get_xaxis_transform()  # from the bottom of the panel, 0, to its top, 1
+    holding.fill_between(times, 0, 1, where=released, step="post", transform=everywhere, color=RELEASED, linewidth=0)
     for name, color in zip(samples[0].usage.figures, HELD, strict=False):
         figures = [sample.usage.figures[name] for sample in samples]
-        holding.step([sample.seconds - start for sample in samples], figures, where="post", color=color)
+        holding.step(times, figures, where="post", color=color)
         holding.text(end - start, figures[-1], f" {name}", color=color, va="center")
     holding.set(xlabel="seconds", xlim=(0, 1.08 * (end - start)))
     holding.set_ylim(bottom=0)

@@ -68,14 +68,16 @@ def run_rank(rank: int, job: Job, port: int, results: Connection) -> None:
         for number in range(1, job.steps + 1):
             prompts = make_prompts(PROMPTS, chance).repeat_interleave(GROUP, dim=0)
             before = meter.usage()
-            answers = rollout(engine, trainer, prompts)
+            answers, inside, reports = rollout(engine, trainer, prompts, meter)
             after = meter.usage()
+            transitions = [transition for report in reports for transition in report.transitions]
             rewards = reward(answers.prompts, answers.digits)
             trainer.update(answers, rewards)
             mean_reward = mean_over_ranks(rewards.mean())
-            samples, changes = meter.take()
+            samples = meter.take_samples()
             if rank == 0:
-                results.send(Step(number, mean_reward, before, after, changes, samples, time.monotonic()))
+                now = time.monotonic()
+                results.send(Step(number, mean_reward, before, inside, after, transitions, samples, now))
     dist.destroy_process_group()
 
 

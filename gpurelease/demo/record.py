@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpurelease.demo.meter import Change, Sample, Usage
+from gpurelease import Transition
+from gpurelease.demo.meter import Sample, Usage
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class Step:
         number: From 1.
         reward: Mean reward of all ranks' answers: the share of right digits.
         before: Usage before the rollout.
+        inside: Usage in the rollout's first released phase.
         after: Usage after the rollout.
-        changes: The transitions of the rollout, in order: release, restore, and so on.
+        transitions: The rollout's releases and restores.
         samples: Usage over the time since the step before.
         seconds: When it ended, by the system's monotonic clock.
     """
@@ -25,26 +26,17 @@ class Step:
     number: int
     reward: float
     before: Usage
+    inside: Usage
     after: Usage
-    changes: list[Change]
+    transitions: list[Transition]
     samples: list[Sample]
     seconds: float
 
     @property
-    def inside(self) -> Usage:
-        """Usage when the world had just been released."""
-        return next((change.usage for change in self.changes if change.transition.kind == "release"), self.before)
-
-    @property
     def groups(self) -> int:
         """How many process groups of the rank were released."""
-        return max((change.transition.groups for change in self.changes), default=0)
+        return max((transition.groups for transition in self.transitions), default=0)
 
     def seconds_to(self, kind: str) -> float:
         """Return the seconds of all transitions of a kind, "release" or "restore"."""
-        return sum(change.transition.total_seconds for change in self.changes if change.transition.kind == kind)
-
-    def released_phases(self) -> Iterator[tuple[float, float]]:
-        """Yield when each released phase began and ended."""
-        for release, restore in zip(self.changes[::2], self.changes[1::2], strict=True):
-            yield release.seconds, restore.seconds - restore.transition.total_seconds
+        return sum(transition.total_seconds for transition in self.transitions if transition.kind == kind)

@@ -33,15 +33,18 @@ def table(steps: Sequence[Step]) -> str:
 def summary(steps: Sequence[Step]) -> str:
     """Return what there is to see in the table, in words."""
     first, last = steps[0], steps[-1]
+    learned = f"The reward went from {first.reward:.2f} to {last.reward:.2f}"
+    if not last.groups:
+        return f"{learned}. Nothing was released; is GPURELEASE_DISABLE set?"
     falls = [
         f"{name} went from {last.before.figures[name]:.0f} to {last.inside.figures[name]:.0f} and back to "
         f"{last.after.figures[name]:.0f}"
         for name in last.before.figures
     ]
     return textwrap.fill(
-        f"The reward went from {first.reward:.2f} to {last.reward:.2f}, while every rollout ran with the trainer's "
-        f"{last.groups} process groups released, but for the weight sync in its middle. In the last one, on rank 0, "
-        f"{', and '.join(falls)}.",
+        f"{learned}, while every rollout ran with the trainer's {last.groups} process groups released, but for the "
+        f"weight sync in its middle. In the last one, on rank 0, {', and '.join(falls)}. The Gloo that stands in for "
+        "WORLD was made in the first one, and kept.",
         width=WIDTH,
     )
 
