@@ -5,7 +5,7 @@
 #
 # Each sets up what it needs in $(VENV). To use another torch: make test TORCH='torch==2.14.1' VENV=.venv-2.14
 #
-#   make test-nccl        the tests on the real ProcessGroupNCCL, without a GPU; sets up its own environment
+#   make test-nccl        the tests on the real ProcessGroupNCCL, without a GPU, in an environment of its own
 #   make test-install     pip install in all ways, in environments of their own
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ BUILT_FROM = setup.py setup.cfg gpurelease/csrc/backend_table.cpp
 .PHONY: demo test lint types test-install clean
 
 demo: $(VENV)/ready
-	$(VENV)/bin/python -m gpurelease.demo
+	$(VENV)/bin/python -m gpurelease.demo $(DEMO)
 
 test: lint types
 	$(VENV)/bin/python -m pytest tests --ignore tests/nccl --ignore tests/test_install.py
