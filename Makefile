@@ -16,7 +16,7 @@ VENV_CUDA ?= .venv-nccl
 PIP = -m pip --disable-pip-version-check install --quiet
 BUILT_FROM = setup.py setup.cfg gpurelease/csrc/backend_table.cpp
 
-.PHONY: demo test lint types test-install clean
+.PHONY: demo test lint types test-install test-nccl clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m gpurelease.demo $(DEMO)
@@ -34,10 +34,21 @@ types: $(VENV)/ready
 test-install: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/test_install.py
 
+# The tests run beside the installed package, and not in the source tree, whose extension is for another torch.
+test-nccl: $(VENV_CUDA)/ready
+	rm -rf $(VENV_CUDA)/beside && mkdir $(VENV_CUDA)/beside && cp -r tests setup.cfg $(VENV_CUDA)/beside
+	$(VENV_CUDA)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
+	cd $(VENV_CUDA)/beside && ../bin/python -m pytest tests/nccl
+
 $(VENV)/ready: $(BUILT_FROM)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) '$(TORCH)' setuptools wheel
 	$(VENV)/bin/python $(PIP) --no-build-isolation --editable '.[test,demo]'
+	touch $@
+
+$(VENV_CUDA)/ready:
+	$(PYTHON) -m venv $(VENV_CUDA)
+	$(VENV_CUDA)/bin/python $(PIP) '$(TORCH_CUDA)' setuptools wheel numpy pytest pytest-mock contextlib2
 	touch $@
 
 clean:

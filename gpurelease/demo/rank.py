@@ -68,9 +68,9 @@ def run_rank(rank: int, job: Job, port: int, results: Connection) -> None:
         for number in range(1, job.steps + 1):
             prompts = make_prompts(PROMPTS, chance).repeat_interleave(GROUP, dim=0)
             before = meter.usage()
-            answers, inside, reports = rollout(engine, trainer, prompts, meter)
+            answers, inside, report = rollout(engine, trainer, prompts, meter)
             after = meter.usage()
-            transitions = [transition for report in reports for transition in report.transitions]
+            transitions = report.transitions if report else []
             rewards = reward(answers.prompts, answers.digits)
             trainer.update(answers, rewards)
             mean_reward = mean_over_ranks(rewards.mean())

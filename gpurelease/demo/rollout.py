@@ -22,12 +22,12 @@ class Rollout(NamedTuple):
     Attributes:
         answers: One for each prompt.
         inside: What the rank held while the world was released.
-        reports: Of the scopes in it: once the rollout has returned they have all its releases and restores.
+        report: Has all releases and restores of the rollout once it has returned; None if the scope did nothing.
     """
 
     answers: Answers
     inside: Usage
-    reports: list[Report]
+    report: Report | None
 
 
 @releases_world(backends=BACKEND)
@@ -46,8 +46,8 @@ def rollout(engine: Engine, trainer: Trainer, prompts: Tensor, meter: Meter) -> 
     first, second = prompts.chunk(2)
     inside, report = meter.usage(), current_report()
     stale = engine.generate(first)
-    with restored_world() as sync:  # the weights are gathered over the trainer's own groups
+    with restored_world():  # the weights are gathered over the trainer's own groups
         engine.load(trainer.full_weights())
     fresh = engine.generate(second)
     answers = Answers(*map(torch.cat, zip(stale, fresh, strict=True)))
-    return Rollout(answers, inside, [report, sync.report] if report else [])
+    return Rollout(answers, inside, report)

@@ -1,0 +1,1 @@
+"""The tests on the real ProcessGroupNCCL, over the double in ``tests/simgpu``."""
