@@ -25,8 +25,8 @@ test: lint types
 	$(VENV)/bin/python -m pytest tests --ignore tests/nccl --ignore tests/test_install.py
 
 lint: $(VENV)/ready
-	$(VENV)/bin/ruff check --config .ci/ruff.toml gpurelease tests setup.py
-	$(VENV)/bin/ruff format --config .ci/ruff.toml --check gpurelease tests setup.py
+	$(VENV)/bin/ruff check --config .ci/ruff.toml gpurelease tests benchmarks setup.py
+	$(VENV)/bin/ruff format --config .ci/ruff.toml --check gpurelease tests benchmarks setup.py
 
 types: $(VENV)/ready
 	$(VENV)/bin/mypy

@@ -37,6 +37,11 @@ class AskTorchFirst(egg_info):
 class BuildAgainstTorch(build_ext):
     """Build the extension against the installed torch."""
 
+    def finalize_options(self):
+        """Always compile: what lies in build/ may be for another torch, and setuptools compares times only."""
+        super().finalize_options()
+        self.force = True
+
     def build_extensions(self):
         """Build, or say in one sentence what is missing."""
         torch = installed_torch()

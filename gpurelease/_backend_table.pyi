@@ -11,5 +11,8 @@ def read_table(group: ProcessGroup) -> tuple[int, list[tuple[str, int, Any]]]:
 def write_table(group: ProcessGroup, default_type: int, entries: list[tuple[str, int, Any]]) -> None:
     """Replace the whole table. The group's name, description and bound device are set on each backend."""
 
-def placeholder(rank: int, size: int, name: str, like: Any | None) -> Any:
-    """Return a backend that refuses every collective and shares ``like``'s options."""
+def placeholder(rank: int, size: int, name: str, like: Any) -> Any:
+    """Return a backend that refuses every collective, shares ``like``'s options and keeps its completion hook."""
+
+def copy_hook(from_backend: Any, to_backend: Any) -> None:
+    """Register the completion hook that one backend has, if it has one, with another backend."""

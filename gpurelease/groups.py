@@ -58,6 +58,7 @@ class ReleasableGroup:
 
     def take_off(self) -> list[Backend]:
         """Put placeholders into the table, and return the backends that were there, each once."""
+        torch_internals.wait_for_hooks(self.group)
         backends = {
             id(entry.backend): entry.backend
             for entry in torch_internals.read_table(self.group).entries
@@ -74,10 +75,11 @@ class ReleasableGroup:
             timeout: Longest wait for the other members.
         """
         store = torch_internals.store_of(self.group)
-        return [
-            blueprint.build(PrefixStore(f"{prefix}/{blueprint.devices[0]}", store), timeout)
-            for blueprint in self._blueprints
-        ]
+        backends = []
+        for blueprint, placeholder in zip(self._blueprints, self._placeholders, strict=True):
+            backends.append(blueprint.build(PrefixStore(f"{prefix}/{blueprint.devices[0]}", store), timeout))
+            torch_internals.copy_hook(placeholder, backends[-1])
+        return backends
 
     def connect(self, backends: Sequence[Backend]) -> None:
         """Make the communicators that the old backends had. All members must call.

@@ -161,6 +161,17 @@ def placeholder(rank: int, size: int, name: str, like: Backend) -> Backend:
     return _backend_table.placeholder(rank, size, name, unwrap(like))
 
 
+def copy_hook(from_placeholder: Backend, to: Backend) -> None:
+    """Register with a new backend the completion hook that the old one had, if it had one."""
+    _backend_table.copy_hook(from_placeholder, unwrap(to))
+
+
+def wait_for_hooks(group: ProcessGroup) -> None:
+    """Wait until the completion hook of ``group``, if it has one, has heard of all work that was done."""
+    if group._has_hooks():  # 2.11 to 2.15
+        group._wait_for_pending_works()
+
+
 GLOO_TYPE = int(ProcessGroup.BackendType.GLOO)  # type: ignore[call-overload]
 DEFAULT_TIMEOUT = distributed_c10d.default_pg_timeout  # 2.11 to 2.15
 

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -34,14 +35,26 @@ struct Table : ProcessGroup {
   static auto& by_type(ProcessGroup& g) { return g.*(&Table::backendTypeToBackend_); }
 };
 
+// Names the protected member that holds a backend's completion hook, in the same way.
+struct Hook : Backend {
+  static auto& of(Backend& b) { return b.*(&Hook::onCompletionHook_); }
+};
+
 // Stands where a released backend stood. It knows rank and size (from torch 2.14 `pg.size()` asks the default
-// backend) and the options of the backend it stands for, so that a time-out that is set meanwhile is not lost.
+// backend), and keeps what would be lost with the backend it stands for: its options, so that a time-out that is set
+// meanwhile counts, and its completion hook.
 // Everything else is the base class's refusal, "Backend NAME does not support allreduce": NAME says the rest. So a
 // collective that a later torch adds is refused as well.
 class Placeholder : public Backend {
  public:
-  Placeholder(int rank, int size, std::string name, c10::intrusive_ptr<Options> options)
-      : Backend(rank, size), name_(std::move(name)), options_(std::move(options)) {}
+  Placeholder(int rank, int size, std::string name, Backend& like)
+      : Backend(rank, size), name_(std::move(name)) {
+    onCompletionHook_ = Hook::of(like);
+    try {
+      options_ = like.getBackendOptions();
+    } catch (const c10::Error&) {  // a backend that has none, as most out-of-tree ones
+    }
+  }
 
   const std::string getBackendName() const override { return name_; }
 
@@ -55,20 +68,21 @@ class Placeholder : public Backend {
     options_->timeout = timeout;
   }
 
+  void waitForPendingWorks() override {}  // asked by destroy_process_group() of a group that has a hook
+
  private:
   const std::string name_;
-  const c10::intrusive_ptr<Options> options_;
+  c10::intrusive_ptr<Options> options_;
 };
 
-BackendPtr placeholder(int rank, int size, std::string name, Backend* like) {
-  c10::intrusive_ptr<Backend::Options> options;
-  if (like != nullptr) {
-    try {
-      options = like->getBackendOptions();
-    } catch (const c10::Error&) {  // a backend that has none, as most out-of-tree ones
-    }
+BackendPtr placeholder(int rank, int size, std::string name, Backend& like) {
+  return c10::make_intrusive<Placeholder>(rank, size, std::move(name), like);
+}
+
+void copy_hook(Backend& from, Backend& to) {
+  if (from.hasHooks()) {
+    to.registerOnCompletionHook(std::function(Hook::of(from)));
   }
-  return c10::make_intrusive<Placeholder>(rank, size, std::move(name), std::move(options));
 }
 
 std::pair<int, Entries> read_table(ProcessGroup& group) {
@@ -119,6 +133,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("read_table", &read_table, py::call_guard<py::gil_scoped_release>(), py::arg("group"));
   m.def("write_table", &write_table, py::call_guard<py::gil_scoped_release>(), py::arg("group"),
         py::arg("default_type"), py::arg("entries"));
-  m.def("placeholder", &placeholder, py::call_guard<py::gil_scoped_release>(), py::arg("rank"), py::arg("size"),
-        py::arg("name"), py::arg("like"));
+  // With the GIL: a hook may be a Python function, of which these make another reference.
+  m.def("placeholder", &placeholder, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("like"));
+  m.def("copy_hook", &copy_hook, py::arg("from_backend"), py::arg("to_backend"));
 }

@@ -194,6 +194,28 @@ def test_options_are_those_the_groups_had(nccl_ranks):
     assert nccl_ranks(options, 2) == [[expected] * CYCLES] * 2
 
 
+def hooks(rank, size):
+    init_nccl(rank, size)
+    group = dist.new_group([0, 1])
+    heard = []
+    group._register_on_completion_hook(lambda info: heard.append(str(info.op_type)))
+    for number in range(1, CYCLES + 1):
+        total(group)
+        with cycle(group):
+            assert len(heard) == number, "a collective that was done before was not told of"
+    total(group)
+    group._wait_for_pending_works()
+    assert group._has_hooks()
+    dist.destroy_process_group(group)
+    return heard
+
+
+def test_completion_hooks_go_on_hearing(nccl_ranks):
+    heard = nccl_ranks(hooks, 2, env={"TORCH_NCCL_ENABLE_TIMING": "1"})
+    assert [len(each) for each in heard] == [CYCLES + 1] * 2
+    assert "ALLREDUCE" in heard[0][0].upper()
+
+
 # ------------------------------------------------------------------------------------------------------------- inside
 
 
