@@ -34,6 +34,7 @@ size_t total() { return static_cast<size_t>(simgpu::setting("SIMGPU_TOTAL_MB", 8
 
 namespace simgpu {
 int current_device() { return device_; }
+void touch_current_device() { touched[device_] = true; }
 void take(int device, size_t bytes) {
   std::lock_guard<std::mutex> guard(mutex_);
   used[device] += bytes;

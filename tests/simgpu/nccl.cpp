@@ -251,6 +251,7 @@ bool meet(ncclComm* c, const char* what, double limit = 0) {
   return true;
 }
 ncclResult_t init(ncclComm_t* out, int n, const std::string& id, int rank) {
+  simgpu::touch_current_device();
   if (goes_wrong("init")) return ncclSystemError;
   auto* c = new ncclComm;
   c->id = id;
@@ -329,6 +330,7 @@ ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* out, nc
 }
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
+  simgpu::touch_current_device();
   if (goes_wrong("destroy")) return ncclSystemError;
   // NCCL's own destroy is an intra-node rendezvous: SIMGPU_DESTROY_MEETS=1 keeps that.
   if (setting("SIMGPU_DESTROY_MEETS", 0) && !meet(c, "bye", setting("SIMGPU_DESTROY_TIMEOUT", 20))) {
@@ -339,6 +341,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t c) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t c) {
+  simgpu::touch_current_device();
   if (goes_wrong("abort")) return ncclSystemError;
   if (setting("SIMGPU_DESTROY_MEETS", 0) && !meet(c, "bye", setting("SIMGPU_DESTROY_TIMEOUT", 20))) {
     fprintf(stderr, "simgpu: abort of %s hung\n", c->id.c_str());

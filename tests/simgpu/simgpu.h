@@ -12,6 +12,8 @@ inline long setting(const char* name, long otherwise) {
 }
 
 int current_device();
+// Notes that the calling thread's current device was used: a real one would have got a context.
+void touch_current_device();
 // Memory that a communicator holds on a device.
 void take(int device, size_t bytes);
 void give_back(int device, size_t bytes);
