@@ -166,12 +166,6 @@ def copy_hook(from_placeholder: Backend, to: Backend) -> None:
     _backend_table.copy_hook(from_placeholder, unwrap(to))
 
 
-def wait_for_hooks(group: ProcessGroup) -> None:
-    """Wait until the completion hook of ``group``, if it has one, has heard of all work that was done."""
-    if group._has_hooks():  # 2.11 to 2.15
-        group._wait_for_pending_works()
-
-
 GLOO_TYPE = int(ProcessGroup.BackendType.GLOO)  # type: ignore[call-overload]
 DEFAULT_TIMEOUT = distributed_c10d.default_pg_timeout  # 2.11 to 2.15
 
