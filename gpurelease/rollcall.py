@@ -93,10 +93,13 @@ class RollCall:
         return verdict
 
     def leave(self, reason: str) -> None:
-        """Tell the ranks that wait at the next roll call, now or later, that this rank does not come to it."""
-        if self.token:
+        """Break off the roll call that this rank is in, or else the next one, for the ranks that wait there or will."""
+        if not self.token:
+            return
+        verdict = {"missing": [self._rank], "reason": reason}
+        if self.number == 0 or self._propose(verdict) != verdict:
             self.number += 1
-            self._propose({"missing": [self._rank], "reason": reason})
+            self._propose(verdict)
 
     def _call(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], clock: _Clock) -> Verdict:
         if self.token:
@@ -112,7 +115,7 @@ class RollCall:
                     self._give_up(clock.timeout)
         verdict: Verdict = json.loads(self._room.get(self._verdict_key()))
         answers = [self._answer_key(rank) for rank in range(self._size)]
-        self._verdicts_read.append(self._verdict_key())
+        self._note_verdict_read()
         if "missing" in verdict:
             self._catch_up()
         # The last thing that is asked of the store, for _let_the_others_read().
@@ -158,14 +161,19 @@ class RollCall:
             missing, reason = [0], f"all ranks came, but rank 0 did not conclude within {timeout:g} s"
         self._propose({"missing": missing, "reason": f"{reason} (rank {self._rank} was the first to stop waiting)"})
 
-    def _propose(self, verdict: Verdict) -> None:
-        """Write the verdict, unless there is one."""
-        self._room.compare_set(self._verdict_key(), "", json.dumps(verdict))
+    def _propose(self, verdict: Verdict) -> Verdict:
+        """Write the verdict, unless there is one, and return the one that counts."""
+        counts: Verdict = json.loads(self._room.compare_set(self._verdict_key(), "", json.dumps(verdict)))
+        return counts
 
     def _catch_up(self) -> None:
         """Skip the roll calls that the others gave up while this rank was away: the next one it comes to is theirs."""
         while self._room.check([f"verdict/{self.number + 1}"]):
             self.number += 1
+            self._note_verdict_read()
+
+    def _note_verdict_read(self) -> None:
+        if self._rank == 0:  # who will delete it
             self._verdicts_read.append(self._verdict_key())
 
     def _join(self, clock: _Clock) -> bool:

@@ -155,6 +155,11 @@ class Scopes:
         state = None if group is None else self._worlds.get(group)
         return sum(frame.wants == "released" for frame in self._frames if state is not None and frame.world is state)
 
+    def current_report(self) -> Report | None:
+        """Return the report of the innermost open scope that released the world, or None."""
+        acted = (frame for frame in reversed(self._frames) if frame.acted and frame.wants == "released")
+        return next((frame.report for frame in acted), None)
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other threads out, and refuse this one if it is in a transition already."""
@@ -215,10 +220,6 @@ class Scopes:
         report = Report(strategy=world.options.strategy)
         world.restore(report)
         return report
-
-    def current_report(self) -> Report | None:
-        """Return the report of the innermost open scope that acted, or None."""
-        return next((frame.report for frame in reversed(self._frames) if frame.acted), None)
 
     def _innermost(self, world: World) -> Frame | None:
         return next((frame for frame in reversed(self._frames) if frame.world is world), None)

@@ -37,9 +37,9 @@ class Phase(enum.Enum):
     """Where a WORLD stands.
 
     * ``ARMED``: every group has its own backends.
-    * ``RELEASING``: on the way; found by a later call only if an interrupt broke the way off.
+    * ``RELEASING``: backends go off the tables. A later call finds this only if an interrupt broke it off.
     * ``RELEASED``: the agreed groups have placeholders; Gloo stands in for WORLD if it is one of them.
-    * ``RESTORING``: on the way back; the same.
+    * ``RESTORING``: new backends, built and connected on all ranks, go on the tables. The same.
     """
 
     ARMED = "armed"
@@ -93,19 +93,11 @@ class World:
         self._check_usable()
         transition = Transition("release")
         self.options = options
-        self.phase = Phase.RELEASING
         try:
             released = self._release(options, report, transition)
-        except RestoreFailed:
-            self.phase = Phase.RELEASED
-            raise
-        except Exception:
-            self.phase = Phase.ARMED
-            raise
-        except BaseException as interrupt:
+        except (KeyboardInterrupt, SystemExit) as interrupt:
             self.leave(interrupt)
             raise
-        self.phase = Phase.RELEASED if released else Phase.ARMED
         if released:
             report.transitions.append(transition)
             logger.info("rank %d %s", self._rank, transition)
@@ -124,16 +116,11 @@ class World:
         """
         self._check_usable()
         transition = Transition("restore")
-        self.phase = Phase.RESTORING
         try:
             self._restore(transition, body_failed)
-        except Exception:
-            self.phase = Phase.RELEASED
-            raise
-        except BaseException as interrupt:
+        except (KeyboardInterrupt, SystemExit) as interrupt:
             self.leave(interrupt)
             raise
-        self.phase = Phase.ARMED
         report.transitions.append(transition)
         logger.info("rank %d %s", self._rank, transition)
 
@@ -182,12 +169,14 @@ class World:
         free_before = torch_internals.free_bytes(device)
         self._there_at_release = weakref.WeakSet(torch_internals.groups())
         self._released = groups
+        self.phase = Phase.RELEASING
         with transition.step("tear down"):
             taken, problems = rebuild.take_off(groups)
             world = self._world()
             if self._gloo is not None and world is not None and any(group.group is world for group in groups):
                 self._absence = Absence(world, self._gloo)
             problems += rebuild.shut_down(taken, timeout)
+        self.phase = Phase.RELEASED
         try:
             together.confirm("released", problems, _freed(device, free_before))
         except ReleaseFailed as failure:
@@ -268,12 +257,14 @@ class World:
         except RestoreFailed:
             rebuild.shut_down(built, timeout)
             raise
+        self.phase = Phase.RESTORING
         with transition.step("put on"):
             world = self._world()
             if self._absence is not None and world is not None:
                 self._absence.end(world)
                 self._absence = None
             rebuild.put_on(built)
+        self.phase = Phase.ARMED
         self._released = []
         if verdict["body_failed"]:
             self._gloo = None

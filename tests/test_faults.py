@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -267,6 +269,38 @@ def test_an_interrupted_rank_leaves_at_once_and_the_others_are_told_who_left():
     assert second == ("interrupted", True, "gloo")
     assert first == third
     assert "rank 1 left with KeyboardInterrupt, and rebuilds nothing" in first
+
+
+def interrupted_while_waiting(rank, size):
+    init_gloo(rank, size)
+    with released_world(**POSING):
+        pass
+    before = backend_of(dist.group.WORLD)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if rank == 1:
+        threading.Timer(0.3, _thread.interrupt_main).start()
+    else:
+        time.sleep(1)
+    started = time.monotonic()
+    try:
+        with released_world(**POSING | {"timeout": 30}):
+            told = "it was entered"
+    except KeyboardInterrupt:
+        told = "interrupted"
+    except ReleaseFailed as error:
+        told = str(error)
+    assert time.monotonic() - started < 5
+    assert (is_released(), backend_of(dist.group.WORLD)) == (False, before)
+    with released_world(**POSING):
+        pass
+    return told, total()
+
+
+def test_a_rank_interrupted_while_it_waits_at_the_entry_has_changed_nothing():
+    first, second, third = run_ranks(interrupted_while_waiting, SIZE)
+    assert second == ("interrupted", 3.0)
+    assert first == third
+    assert "rank 1 left with KeyboardInterrupt" in first[0]
 
 
 def one_body_raises(rank, size):
