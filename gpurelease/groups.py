@@ -4,10 +4,10 @@ backends come on."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup
@@ -18,6 +18,8 @@ from gpurelease.report import GroupReport
 from gpurelease.rollcall import ranks_text
 from gpurelease.settings import ScopeOptions
 from gpurelease.torch_internals import Backend, Entry, Table
+
+logger = logging.getLogger(__name__)
 
 
 class ReleasableGroup:
@@ -165,7 +167,9 @@ def plan(options: ScopeOptions, made_while_released: Collection[ProcessGroup]) -
     return plan
 
 
-def _why_kept(group: ProcessGroup, backends: Mapping[str, Any], options: ScopeOptions, named: set[str]) -> str:
+def _why_kept(
+    group: ProcessGroup, backends: Mapping[str, Sequence[Entry]], options: ScopeOptions, named: set[str]
+) -> str:
     """Return why this rank leaves ``group`` alone, or the empty string; and note which names in ``keep=`` it has."""
     names = {torch_internals.name_of(group), group.group_desc}
     named |= names
@@ -179,9 +183,15 @@ def _why_kept(group: ProcessGroup, backends: Mapping[str, Any], options: ScopeOp
         return f"it is a {type(group).__name__}, which has no table of backends"
     if not backends:
         return "no accelerator backend" if options.backends is None else f"no backend of {', '.join(options.backends)}"
-    for name in backends:
-        if not can_rebuild(name):
-            return f"backend {name!r} cannot be built again: see register_rebuilder()"
+    for name, entries in backends.items():
+        reason = ""
+        if torch_internals.is_nccl2(name, entries[0].backend):
+            reason = f"{name!r} is torch's second ProcessGroupNCCL here, not known yet: set TORCH_DIST_USE_NCCL2=0"
+        elif not can_rebuild(name):
+            reason = f"backend {name!r} cannot be built again: see register_rebuilder()"
+        if reason:
+            logger.warning("process group %r holds its communicators: %s", torch_internals.name_of(group), reason)
+            return reason
     return ""
 
 

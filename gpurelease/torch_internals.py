@@ -222,6 +222,19 @@ def connect(backend: Backend, device: torch.device) -> None:
         unwrap(backend).eager_connect_single_device(device)
 
 
+def is_nccl2(name: str, backend: Backend) -> bool:
+    """Return whether ``backend`` is of the second ProcessGroupNCCL, which came with 2.14 ("nccl2", "nccl-lazy").
+
+    From 2.15 it is what "nccl" means, unless ``TORCH_DIST_USE_NCCL2=0``. It has no ``_is_initialized``, chooses its
+    device by itself, and carries torch's flight recorder as a hook: building the first one in its place ends the
+    process with an abort when the group is destroyed (seen on 2.15.0).
+    """
+    legacy = getattr(distributed_c10d, "ProcessGroupNCCL", None)
+    return name in ("nccl2", "nccl-lazy") or (
+        name == "nccl" and legacy is not None and not isinstance(unwrap(backend), legacy)
+    )
+
+
 def new_nccl(store: Store, rank: int, size: int, options: Any) -> Backend:
     """Return a new, unconnected ``ProcessGroupNCCL``."""
     backend = distributed_c10d.ProcessGroupNCCL(store, rank, size, options)

@@ -152,6 +152,26 @@ def test_the_debug_wrapper_is_seen_through_and_put_on_again():
     assert run_ranks(detail, size=2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) == [True] * 2
 
 
+class Poser(dist.ProcessGroup):
+    """A backend that poses as a whole group, as torch lets Python backends do."""
+
+
+def posers(rank, size):
+    dist.Backend.register_backend("poser", lambda store, rank, size, timeout: Poser(rank, size), devices=["cpu"])
+    init_gloo(rank, size)
+    group = dist.new_group([0, 1], backend="poser")
+    assert type(group) is Poser
+    for backends in (("gloo",), ("gloo", "poser")):
+        with released_world(backends=backends, timeout=20) as scope:
+            reasons = [report.reason for report in scope.report.kept]
+    assert total() == 1
+    return reasons
+
+
+def test_a_python_subclass_of_process_group_is_kept_and_reported():
+    assert run_ranks(posers, size=2) == [["it is a Poser, which has no table of backends"]] * 2
+
+
 # -------------------------------------------------------------------------------------------------------------- keep=
 
 

@@ -215,6 +215,22 @@ def test_a_world_whose_backend_was_not_named(nccl_ranks):
     assert nccl_ranks(unnamed) == [6] * 4
 
 
+def second_nccl(rank, size):
+    init_nccl(rank, size, backend="nccl2")
+    backend = backend_of(dist.group.WORLD)
+    assert total() == 1
+    with released_world(timeout=20) as scope:
+        assert not is_released()
+        assert total() == 1
+    assert backend_of(dist.group.WORLD) is backend
+    return scope.report.kept[0].reason
+
+
+def test_the_second_process_group_nccl_is_kept_and_reported_and_not_built_wrongly(nccl_ranks):
+    text = "'nccl2' is torch's second ProcessGroupNCCL here, not known yet: set TORCH_DIST_USE_NCCL2=0"
+    assert nccl_ranks(second_nccl, 2) == [text] * 2
+
+
 def detail(rank, size):
     init_nccl(rank, size)
     for _ in range(CYCLES):
