@@ -17,6 +17,7 @@ from gpurelease.errors import InvalidOption
 from gpurelease.report import Report
 from gpurelease.scopes import Frame, shared
 from gpurelease.settings import ScopeOptions
+from gpurelease.world import INTERRUPTS
 
 if TYPE_CHECKING:
     from gpurelease.settings import Keep
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     AsyncLeaver = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Awaitable[bool]]
 
 logger = logging.getLogger(__name__)
-
-# What a user's Ctrl-C, or the end of the process, sends through a body: nobody wants to wait for a rebuild then.
-INTERRUPTS = (KeyboardInterrupt, SystemExit)
 
 
 class _Scope:

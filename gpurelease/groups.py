@@ -13,7 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup
 
 from gpurelease import torch_internals
-from gpurelease.rebuilders import Blueprint, can_rebuild
+from gpurelease.rebuilders import Blueprint, why_not
 from gpurelease.report import GroupReport
 from gpurelease.rollcall import ranks_text
 from gpurelease.settings import ScopeOptions
@@ -184,12 +184,7 @@ def _why_kept(
     if not backends:
         return "no accelerator backend" if options.backends is None else f"no backend of {', '.join(options.backends)}"
     for name, entries in backends.items():
-        reason = ""
-        if torch_internals.is_nccl2(name, entries[0].backend):
-            reason = f"{name!r} is torch's second ProcessGroupNCCL here, not known yet: set TORCH_DIST_USE_NCCL2=0"
-        elif not can_rebuild(name):
-            reason = f"backend {name!r} cannot be built again: see register_rebuilder()"
-        if reason:
+        if reason := why_not(name, entries[0].backend):
             logger.warning("process group %r holds its communicators: %s", torch_internals.name_of(group), reason)
             return reason
     return ""

@@ -82,9 +82,13 @@ def register_rebuilder(backend: str, rebuild: Rebuilder) -> None:
     _rebuilders[backend.lower()] = rebuild
 
 
-def can_rebuild(backend: str) -> bool:
-    """Return whether a backend of this name can be built again."""
-    return backend in _rebuilders or torch_internals.has_plugin(backend)
+def why_not(name: str, backend: Backend) -> str:
+    """Return why a live backend, called ``name``, cannot be built again, or the empty string if it can."""
+    if torch_internals.is_nccl2(name, backend):
+        return f"{name!r} is torch's second ProcessGroupNCCL here, not known yet: set TORCH_DIST_USE_NCCL2=0"
+    if name not in _rebuilders and not torch_internals.has_plugin(name):
+        return f"backend {name!r} cannot be built again: see register_rebuilder()"
+    return ""
 
 
 def rebuild_nccl(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:

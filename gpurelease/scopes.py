@@ -145,14 +145,12 @@ class Scopes:
 
     def is_released(self) -> bool:
         """Return whether the groups of the current WORLD are released now."""
-        group = torch_internals.world()
-        state = None if group is None else self._worlds.get(group)
+        state = self._known_world()
         return state is not None and state.phase is not Phase.ARMED
 
     def depth(self) -> int:
         """Return how many open scopes want the current WORLD released."""
-        group = torch_internals.world()
-        state = None if group is None else self._worlds.get(group)
+        state = self._known_world()
         return sum(frame.wants == "released" for frame in self._frames if state is not None and frame.world is state)
 
     def current_report(self) -> Report | None:
@@ -234,6 +232,11 @@ class Scopes:
             return ""
         backend = dist.get_backend(group)
         return f"WORLD's backend is {backend!r}, which has no store to agree over" if backend in ("fake", "mpi") else ""
+
+    def _known_world(self) -> World | None:
+        """Return the state of the current WORLD, if a scope was ever opened in it."""
+        group = torch_internals.world()
+        return None if group is None else self._worlds.get(group)
 
     def _current_world(self) -> World:
         group = torch_internals.world()

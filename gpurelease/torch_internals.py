@@ -188,7 +188,7 @@ def wrap(backend: Backend, store: Store, group_name: str, timeout: timedelta | N
         store=store,
         rank=backend.rank(),
         world_size=backend.size(),
-        timeout=timeout or distributed_c10d.default_pg_timeout,
+        timeout=timeout or DEFAULT_TIMEOUT,
     )
 
 
@@ -284,7 +284,7 @@ def new_from_plugin(
 ) -> Backend:
     """Return a new backend of the kind that ``Backend.register_backend`` registered as ``name``."""
     plugin = dist.Backend._plugins[name.upper()]  # 2.11 to 2.15
-    timeout = timeout or distributed_c10d.default_pg_timeout
+    timeout = timeout or DEFAULT_TIMEOUT
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
     about = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]  # 2.11 to 2.15

@@ -32,6 +32,9 @@ from gpurelease.torch_internals import Backend
 
 logger = logging.getLogger(__name__)
 
+# What a user's Ctrl-C, or the end of the process, raises: nobody wants to wait for a rebuild then.
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
+
 
 class Phase(enum.Enum):
     """Where a WORLD stands.
@@ -95,7 +98,7 @@ class World:
         self.options = options
         try:
             released = self._release(options, report, transition)
-        except (KeyboardInterrupt, SystemExit) as interrupt:
+        except INTERRUPTS as interrupt:
             self.leave(interrupt)
             raise
         if released:
@@ -118,7 +121,7 @@ class World:
         transition = Transition("restore")
         try:
             self._restore(transition, body_failed)
-        except (KeyboardInterrupt, SystemExit) as interrupt:
+        except INTERRUPTS as interrupt:
             self.leave(interrupt)
             raise
         report.transitions.append(transition)
@@ -164,7 +167,9 @@ class World:
 
         for group in groups:
             group.connected = group.connected and group.key not in verdict["unconnected"]
-        self._prepare_gloo(groups, together, transition, _limit(timeout))
+        world = next((group for group in groups if group.group is self._world()), None)
+        if world is not None and self._gloo is None:
+            self._prepare_gloo(world, together, transition, _limit(timeout))
         device = _device_of(groups)
         free_before = torch_internals.free_bytes(device)
         self._there_at_release = weakref.WeakSet(torch_internals.groups())
@@ -172,9 +177,8 @@ class World:
         self.phase = Phase.RELEASING
         with transition.step("tear down"):
             taken, problems = rebuild.take_off(groups)
-            world = self._world()
-            if self._gloo is not None and world is not None and any(group.group is world for group in groups):
-                self._absence = Absence(world, self._gloo)
+            if world is not None and self._gloo is not None:
+                self._absence = Absence(world.group, self._gloo)
             problems += rebuild.shut_down(taken, timeout)
         self.phase = Phase.RELEASED
         try:
@@ -200,12 +204,9 @@ class World:
                 return Plan(), f"planning failed: {error!r}"
 
     def _prepare_gloo(
-        self, groups: list[ReleasableGroup], together: Agreement, transition: Transition, limit: timedelta
+        self, world: ReleasableGroup, together: Agreement, transition: Transition, limit: timedelta
     ) -> None:
-        """Have a Gloo backend to stand in for WORLD, if WORLD is to be released: then it is so on all ranks."""
-        world = next((group for group in groups if group.group is self._world()), None)
-        if world is None or self._gloo is not None:
-            return
+        """Have a Gloo backend to stand in for WORLD. If WORLD is to be released, it is so on all ranks."""
         problems: list[str] = []
         with transition.step("stand-in"):
             timeout = timedelta(seconds=self._timeout())

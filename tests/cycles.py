@@ -14,9 +14,16 @@ from gpurelease import released_world
 POSING = {"backends": ("gloo",), "timeout": 20}
 
 
-def backend_of(group: Any) -> Any:
-    """Return the backend that serves CPU tensors of ``group`` now."""
-    return group._get_backend(torch.device("cpu"))
+def backend_of(group: Any, device: str = "cpu") -> Any:
+    """Return the backend that serves a device type's tensors of ``group`` now."""
+    return group._get_backend(torch.device(device))
+
+
+def total(group: Any = None, value: float | None = None, device: str = "cpu") -> float:
+    """All-reduce this rank's number, or ``value``, over ``group``, and return the sum."""
+    tensor = torch.tensor([float(dist.get_rank() if value is None else value)]).to(device)
+    dist.all_reduce(tensor, group=group)
+    return tensor.cpu().item()
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from gpurelease import (
@@ -21,16 +20,10 @@ from gpurelease import (
     torch_internals,
 )
 from gpurelease.groups import ReleasableGroup
-from tests.cycles import POSING, backend_of, refusal
+from tests.cycles import POSING, backend_of, refusal, total
 from tests.ranks import init_gloo, run_ranks
 
 SIZE = 3
-
-
-def total(group=None):
-    tensor = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 class Fault:

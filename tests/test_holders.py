@@ -15,17 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.cycles import backend_of, cycle, refusal
+from tests.cycles import backend_of, cycle, refusal, total
 from tests.ranks import init_gloo, run_ranks
 
 CYCLES = 3
-
-
-def total(group=None, value=None):
-    """All-reduce this rank's number over ``group``, and return the sum."""
-    tensor = torch.tensor([float(dist.get_rank() if value is None else value)])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 # ------------------------------------------------------------------------------------------------------- raw handles
@@ -248,22 +241,19 @@ def same_as_without_a_scope(rank, size, wrap, groups_of):
     return plain == cycled, plain, cycled
 
 
-def fsdp_1d(net):
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+def sharded(net, mesh):
     net.mesh = mesh
     for layer in (net[0], net[2]):
         fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    return net
+    return fully_shard(net, mesh=mesh)
+
+
+def fsdp_1d(net):
+    return sharded(net, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
 
 
 def hsdp(net):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    net.mesh = mesh
-    for layer in (net[0], net[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    return net
+    return sharded(net, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def mesh_groups(net):

@@ -23,14 +23,8 @@ from gpurelease import (
     restore_world,
     restored_world,
 )
-from tests.cycles import POSING, backend_of, cycle, refusal
+from tests.cycles import POSING, backend_of, cycle, refusal, total
 from tests.ranks import descriptors, init_gloo, run_ranks, tcp_store, threads
-
-
-def total(group=None):
-    tensor = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def reason_kept(scope, group):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gpurelease import Report
 from gpurelease.demo.engine import Engine
 from gpurelease.demo.meter import Meter
 from gpurelease.demo.record import Step
@@ -70,14 +71,13 @@ def run_rank(rank: int, job: Job, port: int, results: Connection) -> None:
             before = meter.usage()
             answers, inside, report = rollout(engine, trainer, prompts, meter)
             after = meter.usage()
-            transitions = report.transitions if report else []
             rewards = reward(answers.prompts, answers.digits)
             trainer.update(answers, rewards)
             mean_reward = mean_over_ranks(rewards.mean())
             samples = meter.take_samples()
             if rank == 0:
                 now = time.monotonic()
-                results.send(Step(number, mean_reward, before, inside, after, transitions, samples, now))
+                results.send(Step(number, mean_reward, before, inside, after, report or Report(), samples, now))
     dist.destroy_process_group()
 
 

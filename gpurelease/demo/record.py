@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpurelease import Transition
+from gpurelease import Report
 from gpurelease.demo.meter import Sample, Usage
 
 
@@ -18,7 +18,7 @@ class Step:
         before: Usage before the rollout.
         inside: Usage in the rollout's first released phase.
         after: Usage after the rollout.
-        transitions: The rollout's releases and restores.
+        report: Of the rollout's scope: its releases and restores.
         samples: Usage over the time since the step before.
         seconds: When it ended, by the system's monotonic clock.
     """
@@ -28,15 +28,11 @@ class Step:
     before: Usage
     inside: Usage
     after: Usage
-    transitions: list[Transition]
+    report: Report
     samples: list[Sample]
     seconds: float
 
     @property
     def groups(self) -> int:
         """How many process groups of the rank were released."""
-        return max((transition.groups for transition in self.transitions), default=0)
-
-    def seconds_to(self, kind: str) -> float:
-        """Return the seconds of all transitions of a kind, "release" or "restore"."""
-        return sum(transition.total_seconds for transition in self.transitions if transition.kind == kind)
+        return max((transition.groups for transition in self.report.transitions), default=0)

@@ -17,7 +17,7 @@ def progress(step: Step, steps: int) -> str:
     bar = "#" * round(step.reward * BAR)
     return (
         f"step {step.number:{width}d} of {steps}  reward {step.reward:.2f} |{bar:{BAR}}|  {step.groups} groups "
-        f"released in {step.seconds_to('release'):.3f} s, restored in {step.seconds_to('restore'):.3f} s"
+        f"released in {step.report.seconds('release'):.3f} s, restored in {step.report.seconds('restore'):.3f} s"
     )
 
 
@@ -51,7 +51,7 @@ def summary(steps: Sequence[Step]) -> str:
 
 def _row(step: Step) -> str:
     row = f"{step.number:4d}  {step.reward:6.3f}  {step.groups:8d}"
-    row += f"  {step.seconds_to('release'):7.3f}  {step.seconds_to('restore'):7.3f}"
+    row += f"  {step.report.seconds('release'):7.3f}  {step.report.seconds('restore'):7.3f}"
     for name in step.before.figures:
         row += "   " + "".join(f"{usage.figures[name]:8.0f}" for usage in (step.before, step.inside, step.after))
     return row

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests import cycles
 from tests.ranks import tcp_store
 
 
@@ -54,13 +56,5 @@ def init_nccl(rank: int, size: int, *, eager: bool = False, backend: str | None 
     return store
 
 
-def total(group: Any = None, value: float | None = None) -> float:
-    """All-reduce this rank's number over ``group``, and return the sum."""
-    tensor = torch.tensor([float(dist.get_rank() if value is None else value)]).cuda()
-    dist.all_reduce(tensor, group=group)
-    return tensor.cpu().item()
-
-
-def backend_of(group: Any) -> Any:
-    """Return the backend that serves CUDA tensors of ``group`` now."""
-    return group._get_backend(torch.device("cuda"))
+total = partial(cycles.total, device="cuda")
+backend_of = partial(cycles.backend_of, device="cuda")
