@@ -16,3 +16,9 @@ def placeholder(rank: int, size: int, name: str, like: Any) -> Any:
 
 def copy_hook(from_backend: Any, to_backend: Any) -> None:
     """Register the completion hook that one backend has, if it has one, with another backend."""
+
+def suspend(backend: Any) -> None:
+    """Call the backend's ``suspend()`` without the GIL. Not there before torch 2.12."""
+
+def resume(backend: Any) -> None:
+    """Call the backend's ``resume()`` without the GIL. Not there before torch 2.12."""

@@ -7,7 +7,7 @@ have a "problem" (why it cannot). Every verdict has "failures", by rank: if ther
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpurelease.errors import ReleaseFailed, TransitionFailed
@@ -52,31 +52,45 @@ class Agreement:
             raise self._failure(f"The world could not be {aim}d, for what happened on {where}:", failures)
         return verdict
 
-    def confirm(self, goal: str, problems: list[str], freed_bytes: int | None = None) -> None:
+    def confirm(
+        self, goal: str, problems: list[str], freed_bytes: int | None = None, tolerated: Sequence[str] = ()
+    ) -> str:
         """Tell the other ranks what went wrong here, and hear what went wrong there. All ranks must call.
 
         Args:
             goal: What should have been done, as the other ranks call it.
             problems: What went wrong on this rank.
             freed_bytes: Device bytes freed on this rank, or None without a device.
+            tolerated: What went wrong on this rank, and may: all ranks go another way then.
+
+        Returns:
+            The first thing that is to be tolerated, on any rank, or the empty string.
 
         Raises:
             ReleaseFailed, RestoreFailed: On all ranks that came: something went wrong on one.
         """
-        answer = {"goal": goal, "problem": "; ".join(problems), "freed_bytes": freed_bytes}
+        answer = {
+            "goal": goal,
+            "problem": "; ".join(problems),
+            "tolerated": "; ".join(tolerated),
+            "freed_bytes": freed_bytes,
+        }
         verdict = self.reach(answer, on_outcome)
         if freed_bytes is not None:
             self._transition.freed_bytes = freed_bytes
             self._transition.freed_bytes_over_ranks = tuple(verdict["freed_bytes"])
+        return verdict["tolerated"]
 
 
 def on_release(answers: list[Answer]) -> Verdict:
     """Decide which groups are released.
 
-    Answers carry "strategy", "backends", "groups" (key -> [size of the group, whether it is connected]) and
-    "unmatched" (names in ``keep=`` that match nothing on that rank).
+    Answers carry "strategy", "backends", "groups" (key -> [size of the group, whether it is connected, why it cannot
+    be suspended]) and "unmatched" (names in ``keep=`` that match nothing on that rank).
 
     Returns:
+        "strategy": "rebuild" or "suspend".
+        "strategy_reason": why, if it was left to us.
         "kept": key -> the ranks that would have released the group, where not all of its members would.
         "unconnected": keys of groups that some but not all members are connected in: nobody is connected again.
         "any": whether there is anything to release on any rank.
@@ -90,13 +104,29 @@ def on_release(answers: list[Answer]) -> Verdict:
     connected: Counter[str] = Counter()
     sizes: dict[str, int] = {}
     for rank, answer in enumerate(answers):
-        for key, (size, is_connected) in answer["groups"].items():
+        for key, (size, is_connected, _) in answer["groups"].items():
             listed[key].append(rank)
             connected[key] += is_connected
             sizes[key] = size
+    kept = {key: ranks for key, ranks in listed.items() if len(ranks) < sizes[key]}
+    # By rank, why the first of its groups that cannot be suspended cannot.
+    unable: dict[int, str] = {}
+    for rank, answer in enumerate(answers):
+        for key, (_, _, why_not) in answer["groups"].items():
+            if why_not and key not in kept:
+                unable.setdefault(rank, why_not)
+    strategy, reason = answers[0]["strategy"], ""
+    if strategy == "suspend":
+        failures |= {rank: f"strategy='suspend' is not supported: {why_not}" for rank, why_not in unable.items()}
+    elif strategy == "auto" and unable:
+        strategy, reason = "rebuild", "rank {}: {}".format(*min(unable.items()))
+    elif strategy == "auto":
+        strategy, reason = "suspend", "all communicators can be suspended"
     return {
         "failures": failures,
-        "kept": {key: ranks for key, ranks in listed.items() if len(ranks) < sizes[key]},
+        "strategy": strategy,
+        "strategy_reason": reason,
+        "kept": kept,
         "unconnected": [key for key, count in connected.items() if 0 < count < sizes[key]],
         "any": any(len(ranks) == sizes[key] for key, ranks in listed.items()),
     }
@@ -126,13 +156,19 @@ def on_restore(answers: list[Answer]) -> Verdict:
 
 
 def on_outcome(answers: list[Answer]) -> Verdict:
-    """Decide whether a step went well everywhere. Answers carry "freed_bytes", which may be None.
+    """Decide whether a step went well everywhere. Answers carry "tolerated" and "freed_bytes", which may be None.
 
     Returns:
+        "tolerated": what went wrong and may, on the first rank that tells of it.
         "freed_bytes": the least and the most of them, or None.
     """
+    tolerated = (f"rank {rank}: {answer['tolerated']}" for rank, answer in enumerate(answers) if answer.get("tolerated"))
     freed = [answer["freed_bytes"] for answer in answers if answer.get("freed_bytes") is not None]
-    return {"failures": failures_of(answers, "goal"), "freed_bytes": [min(freed), max(freed)] if freed else None}
+    return {
+        "failures": failures_of(answers, "goal"),
+        "tolerated": next(tolerated, ""),
+        "freed_bytes": [min(freed), max(freed)] if freed else None,
+    }
 
 
 def failures_of(answers: list[Answer], *fields: str) -> dict[int, str]:

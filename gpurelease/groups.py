@@ -13,7 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup
 
 from gpurelease import torch_internals
-from gpurelease.rebuilders import Blueprint, why_not
+from gpurelease.rebuilders import Blueprint, why_not_rebuilt
 from gpurelease.report import GroupReport
 from gpurelease.rollcall import ranks_text
 from gpurelease.settings import ScopeOptions
@@ -34,6 +34,8 @@ class ReleasableGroup:
         key: Names the group in messages between ranks: short, and the same on all its members.
         connected: Whether its communicators are there now, and so must be there again afterwards.
         device: Its accelerator device on this rank, or None.
+        why_not_suspended: Why its backends cannot be suspended, or the empty string.
+        memory: Bytes of its communicators that can be suspended, and bytes that cannot, or None if NCCL does not say.
     """
 
     def __init__(self, group: ProcessGroup, backends: Mapping[str, Sequence[Entry]]) -> None:
@@ -43,7 +45,14 @@ class ReleasableGroup:
         rows = [entry for entries in backends.values() for entry in entries]
         self.connected = any(torch_internals.is_connected(entry.backend) for entry in rows)
         self.device = _device_of(group, rows)
-        self._blueprints = [_blueprint(group, name, entries) for name, entries in backends.items()]
+        live = [entries[0].backend for entries in backends.values()]
+        why_not = next(filter(None, map(torch_internals.why_not_suspended, live)), "")
+        self.why_not_suspended = f"{self}: {why_not}" if why_not else ""
+        told = [memory for memory in map(torch_internals.memory_of, live) if memory is not None]
+        self.memory = (sum(gives for gives, _ in told), sum(stays for _, stays in told)) if told else None
+        self._eager = group.bound_device_id is not None
+        self._recorded = False
+        self._blueprints = [_blueprint(group, name, entries, self.device) for name, entries in backends.items()]
         self._devices = {entry.device for entry in rows}
         self._placeholders = [
             torch_internals.placeholder(group.rank(), group.size(), self._refusal(name), entries[0].backend)
@@ -59,14 +68,12 @@ class ReleasableGroup:
         return next((entry.backend for entry in self._staying() if names.get(entry.device) == "gloo"), None)
 
     def take_off(self) -> list[Backend]:
-        """Put placeholders into the table, and return the backends that were there, each once."""
-        backends = {
-            id(entry.backend): entry.backend
-            for entry in torch_internals.read_table(self.group).entries
-            if entry.device in self._devices
-        }
-        self.put_on(self._placeholders)
-        return list(backends.values())
+        """Put placeholders into the table, and return the backends that were there, in ``put_on``'s order."""
+        entries = torch_internals.read_table(self.group).entries
+        by_device = {entry.device: entry.backend for entry in entries}
+        self._recorded = torch_internals.take_recorder(self.group)
+        self._put(self._placeholders)
+        return [by_device[blueprint.devices[0]] for blueprint in self._blueprints]
 
     def build(self, prefix: str, timeout: timedelta) -> list[Backend]:
         """Build new backends, without touching the table. All members must call.
@@ -77,25 +84,47 @@ class ReleasableGroup:
         """
         store = torch_internals.store_of(self.group)
         backends = []
-        for blueprint, placeholder in zip(self._blueprints, self._placeholders, strict=True):
-            backends.append(blueprint.build(PrefixStore(f"{prefix}/{blueprint.devices[0]}", store), timeout))
-            torch_internals.copy_hook(placeholder, backends[-1])
+        with torch_internals.waiting_at_most(store, timeout):
+            for blueprint in self._blueprints:
+                backends.append(blueprint.build(PrefixStore(f"{prefix}/{blueprint.devices[0]}", store), timeout))
         return backends
 
-    def connect(self, backends: Sequence[Backend]) -> None:
+    def connect(self, backends: Sequence[Backend], timeout: timedelta) -> None:
         """Make the communicators that the old backends had. All members must call.
 
         Users rely on it: a pipeline's send/recv as the first operation of an unconnected communicator hangs unless
         all its ranks enter it (pytorch 74701).
+
+        Args:
+            backends: What ``build`` has returned.
+            timeout: Longest wait for the other members.
         """
         if self.connected and self.device is not None:
-            for backend in backends:
-                torch_internals.connect(backend, self.device)
+            with torch_internals.waiting_at_most(torch_internals.store_of(self.group), timeout):
+                for backend in map(torch_internals.unwrap, backends):
+                    torch_internals.connect(backend, self.device, eager=self._eager)
+
+    def inherit(self, backends: Sequence[Backend]) -> None:
+        """Give new backends what was set on the old ones or on their placeholders: the completion hooks."""
+        for placeholder, backend in zip(self._placeholders, backends, strict=True):
+            torch_internals.copy_hook(placeholder, backend)
+
+    def update(self, backends: Sequence[Backend]) -> None:
+        """Set on the old backends the time-outs that were set meanwhile on their placeholders."""
+        for placeholder, blueprint, backend in zip(self._placeholders, self._blueprints, backends, strict=True):
+            timeout = torch_internals.timeout_of(placeholder)
+            if timeout is not None and timeout != blueprint.timeout:
+                torch_internals.set_timeout(backend, timeout)
 
     def put_on(self, backends: Sequence[Backend]) -> None:
-        """Put backends into the table, in the places of those that are released; the others stay."""
+        """Put backends into the table, in the places of those that were taken off; the others stay."""
+        self._put(backends)
+        if self._recorded:
+            torch_internals.put_recorder(self.group)
+
+    def _put(self, backends: Sequence[Backend]) -> None:
         new = tuple(
-            Entry(device, blueprint.type, backend)
+            Entry(device, blueprint.backend_type, backend)
             for blueprint, backend in zip(self._blueprints, backends, strict=True)
             for device in blueprint.devices
         )
@@ -127,11 +156,14 @@ class Plan:
     kept: list[GroupReport] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
 
-    def agreed(self, kept: Mapping[str, Sequence[int]]) -> tuple[list[ReleasableGroup], list[GroupReport]]:
+    def agreed(
+        self, kept: Mapping[str, Sequence[int]], *, suspended: bool
+    ) -> tuple[list[ReleasableGroup], list[GroupReport]]:
         """Return the groups to release, in the order that all ranks have, and what becomes of each group.
 
         Args:
             kept: Of the candidates that are kept, by key, the global ranks that would have released them.
+            suspended: Whether the others are suspended.
         """
         reports = list(self.kept)
         for candidate in self.candidates:
@@ -139,7 +171,9 @@ class Plan:
             if candidate.key in kept:
                 others = set(torch_internals.ranks_of(candidate.group)) - set(kept[candidate.key])
                 reason = f"not released on {ranks_text(sorted(others))}"
-            reports.append(_describe(candidate.group, reason))
+            reports.append(
+                _describe(candidate.group, reason, candidate.connected, candidate.memory if suspended else None)
+            )
         agreed = (candidate for candidate in self.candidates if candidate.key not in kept)
         return sorted(agreed, key=lambda group: group.key), reports
 
@@ -183,8 +217,8 @@ def _why_kept(
         return f"it is a {type(group).__name__}, which has no table of backends"
     if not backends:
         return "no accelerator backend" if options.backends is None else f"no backend of {', '.join(options.backends)}"
-    for name, entries in backends.items():
-        if reason := why_not(name, entries[0].backend):
+    for name in backends:
+        if reason := why_not_rebuilt(name):
             logger.warning("process group %r holds its communicators: %s", torch_internals.name_of(group), reason)
             return reason
     return ""
@@ -207,7 +241,9 @@ def _backends_to_release(group: ProcessGroup, wanted: tuple[str, ...] | None) ->
     }
 
 
-def _describe(group: ProcessGroup, reason_kept: str) -> GroupReport:
+def _describe(
+    group: ProcessGroup, reason_kept: str, connected: bool | None = None, memory: tuple[int, int] | None = None
+) -> GroupReport:
     return GroupReport(
         name=torch_internals.name_of(group),
         description=group.group_desc,
@@ -215,22 +251,27 @@ def _describe(group: ProcessGroup, reason_kept: str) -> GroupReport:
         backend=torch_internals.read_books(group).config,
         released=not reason_kept,
         reason=reason_kept,
+        connected=connected,
+        suspended_bytes=None if memory is None or reason_kept else memory[0],
+        stayed_bytes=None if memory is None or reason_kept else memory[1],
     )
 
 
-def _blueprint(group: ProcessGroup, name: str, entries: Sequence[Entry]) -> Blueprint:
+def _blueprint(group: ProcessGroup, name: str, entries: Sequence[Entry], device: torch.device | None) -> Blueprint:
     backend = entries[0].backend
     inner = torch_internals.unwrap(backend)
     return Blueprint(
         backend=name,
         devices=tuple(entry.device for entry in entries),
-        type=entries[0].type,
+        backend_type=entries[0].type,
         rank=group.rank(),
         size=group.size(),
         ranks=torch_internals.ranks_of(group),
         group_name=torch_internals.name_of(group),
         timeout=torch_internals.timeout_of(backend),
         options=torch_internals.options_of(inner),
+        device=device,
+        kind=type(inner),
         wrapped=inner is not backend,
     )
 
@@ -239,4 +280,8 @@ def _device_of(group: ProcessGroup, rows: Sequence[Entry]) -> torch.device | Non
     accelerator = torch_internals.accelerator()
     if accelerator is None or all(entry.device != accelerator.type for entry in rows):
         return None
-    return group.bound_device_id or accelerator
+    backends = (torch_internals.unwrap(entry.backend) for entry in rows if entry.device == accelerator.type)
+    found = next(filter(None, map(torch_internals.communicator_device, backends)), None)
+    # A group that was never used must not cost a context on the device that happens to be current.
+    current = accelerator if torch_internals.has_context(accelerator) else None
+    return group.bound_device_id or found or current

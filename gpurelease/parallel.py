@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+
+
+logger = logging.getLogger(__name__)
 
 
 def run_all(jobs: Sequence[Callable[[], object]], threads: int, timeout: float) -> list[BaseException | None]:
@@ -33,7 +37,9 @@ def run_all(jobs: Sequence[Callable[[], object]], threads: int, timeout: float) 
                 job()
                 outcomes[number] = None
             except BaseException as error:
-                outcomes[number] = error
+                logger.debug("a job failed", exc_info=True)
+                # Without its frames, which hold what the job worked on: a communicator ends with its last reference.
+                outcomes[number] = error.with_traceback(None)
             finally:
                 del job
 

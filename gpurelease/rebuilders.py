@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed.distributed_c10d import Store
 
 from gpurelease import torch_internals
@@ -26,25 +27,29 @@ class Blueprint:
     Attributes:
         backend: Its name, as in ``init_process_group(backend=...)``.
         devices: The device types it serves ("cuda").
-        type: torch's number for its type.
+        backend_type: torch's number for its type.
         rank: This process's rank in the group.
         size: Number of members.
         ranks: The members' global ranks, in group order.
         group_name: torch's name of the group.
         timeout: The backend's time-out, or None if it does not tell.
         options: The object it was made with (``ProcessGroupNCCL.Options``), kept current by ``set_timeout``; or None.
+        device: Its accelerator device on this rank, or None.
+        kind: Its Python class: "nccl" is one of two, by torch's version and environment.
         wrapped: Whether ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` had put its wrapper around it.
     """
 
     backend: str
     devices: tuple[str, ...]
-    type: int
+    backend_type: int
     rank: int
     size: int
     ranks: tuple[int, ...]
     group_name: str
     timeout: timedelta | None
     options: Any
+    device: torch.device | None
+    kind: type
     wrapped: bool
 
     def build(self, store: Store, timeout: timedelta) -> Backend:
@@ -68,7 +73,7 @@ def register_rebuilder(backend: str, rebuild: Rebuilder) -> None:
 
     Args:
         backend: The name, as in ``Backend.register_backend``.
-        rebuild: Called on every member, from the thread that restores, with the blueprint, an empty store, and the
+        rebuild: Called on every member, from a thread of gpurelease, with the blueprint, an empty store, and the
             longest time it may wait for the other members. Returns a new backend, that need not be connected yet.
 
     Raises:
@@ -82,18 +87,23 @@ def register_rebuilder(backend: str, rebuild: Rebuilder) -> None:
     _rebuilders[backend.lower()] = rebuild
 
 
-def why_not(name: str, backend: Backend) -> str:
-    """Return why a live backend, called ``name``, cannot be built again, or the empty string if it can."""
-    if torch_internals.is_nccl2(name, backend):
-        return f"{name!r} is torch's second ProcessGroupNCCL here, not known yet: set TORCH_DIST_USE_NCCL2=0"
-    if name not in _rebuilders and not torch_internals.has_plugin(name):
-        return f"backend {name!r} cannot be built again: see register_rebuilder()"
-    return ""
+def why_not_rebuilt(name: str) -> str:
+    """Return why backends called ``name`` cannot be built again, or the empty string if they can."""
+    if name in _rebuilders or torch_internals.has_plugin(name):
+        return ""
+    return f"backend {name!r} cannot be built again: see register_rebuilder()"
 
 
 def rebuild_nccl(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:
-    """Build NCCL from the very options object that the old backend had."""
-    return torch_internals.new_nccl(store, blueprint.rank, blueprint.size, blueprint.options)
+    """Build NCCL of the same kind, from the very options object that the old backend had."""
+    return torch_internals.new_nccl(
+        blueprint.kind, store, blueprint.rank, blueprint.size, blueprint.options, blueprint.device
+    )
+
+
+def rebuild_xccl(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:
+    """Build XCCL from the very options object that the old backend had."""
+    return torch_internals.new_xccl(store, blueprint.rank, blueprint.size, blueprint.options)
 
 
 def rebuild_gloo(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:
@@ -115,4 +125,11 @@ def rebuild_plugin(blueprint: Blueprint, store: Store, timeout: timedelta) -> Ba
     )
 
 
-_rebuilders: dict[str, Rebuilder] = {"nccl": rebuild_nccl, "gloo": rebuild_gloo}
+_rebuilders: dict[str, Rebuilder] = {
+    "nccl": rebuild_nccl,
+    "nccl2": rebuild_nccl,
+    "nccl-lazy": rebuild_nccl,
+    "nccl-legacy": rebuild_nccl,
+    "xccl": rebuild_xccl,
+    "gloo": rebuild_gloo,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,11 @@ class GroupReport:
         backend: Its backends as torch writes them ("cuda:nccl").
         released: Whether its communicators were released.
         reason: Why it was kept; empty if it was released.
+        connected: Whether it had a communicator of all its members to release; None if nobody asked. Without one there
+            was nothing to give back, and it has none afterwards.
+        suspended_bytes: Device bytes that its communicators gave back by being suspended, or None if they were not, or
+            NCCL does not say.
+        stayed_bytes: Device bytes that its suspended communicators went on to hold, or None in the same way.
     """
 
     name: str
@@ -27,6 +32,9 @@ class GroupReport:
     backend: str
     released: bool
     reason: str = ""
+    connected: bool | None = None
+    suspended_bytes: int | None = None
+    stayed_bytes: int | None = None
 
 
 @dataclass
@@ -82,7 +90,8 @@ class Report:
     Attributes:
         reason: Why the scope did nothing, or empty if it acted: no process group, nothing to release, disabled, or
             nested in a scope that had acted already.
-        strategy: How groups were released.
+        strategy: How groups were released: "rebuild" or "suspend".
+        strategy_reason: Why, if ``strategy="auto"`` chose; else empty.
         groups: What became of each group of this rank.
         transitions: What was done, in order: usually a release and a restore, and in between those of a
             ``restored_world()`` inside.
@@ -90,6 +99,7 @@ class Report:
 
     reason: str = ""
     strategy: str = ""
+    strategy_reason: str = ""
     groups: list[GroupReport] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
 
@@ -112,10 +122,31 @@ class Report:
         """Device bytes that the release freed on this rank's device, or None without a device."""
         return next((t.freed_bytes for t in self.transitions if t.kind == "release"), None)
 
+    @property
+    def suspended_bytes(self) -> int | None:
+        """Device bytes that suspended communicators gave back, by NCCL's own account, or None if none told."""
+        return _sum(group.suspended_bytes for group in self.groups)
+
+    @property
+    def stayed_bytes(self) -> int | None:
+        """Device bytes that suspended communicators went on to hold, by NCCL's own account, or None if none told."""
+        return _sum(group.stayed_bytes for group in self.groups)
+
     def __str__(self) -> str:
         if self.reason:
             return f"nothing done: {self.reason}"
-        return "; ".join(map(str, self.transitions))
+        parts = list(map(str, self.transitions))
+        if self.suspended_bytes is not None:
+            gave, stayed = _gigabytes(self.suspended_bytes), _gigabytes(self.stayed_bytes or 0)
+            parts.append(f"communicators suspended {gave} and held {stayed}")
+        if self.strategy_reason:
+            parts.append(f"strategy {self.strategy!r}: {self.strategy_reason}")
+        return "; ".join(parts)
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    told = [size for size in sizes if size is not None]
+    return sum(told) if told else None
 
 
 def _gigabytes(size: int) -> str:

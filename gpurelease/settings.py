@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Keep: TypeAlias = ProcessGroup | str | Iterable[ProcessGroup | str] | Callable[[ProcessGroup], bool]
 
-STRATEGIES = ("rebuild",)
+STRATEGIES = ("rebuild", "suspend", "auto")
 
 
 def disabled() -> bool:

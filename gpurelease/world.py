@@ -20,14 +20,17 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroup
 
-from gpurelease import agreement, rebuild, torch_internals
+from gpurelease import agreement, torch_internals
 from gpurelease.agreement import Agreement
 from gpurelease.errors import ReleaseFailed, RestoreFailed, ScopeMisuse
 from gpurelease.groups import Plan, ReleasableGroup, plan
+from gpurelease.rebuild import Rebuild
 from gpurelease.report import Report, Transition
 from gpurelease.rollcall import RollCall, ranks_text
 from gpurelease.settings import ScopeOptions
 from gpurelease.standin import Absence, new_gloo
+from gpurelease.strategy import Strategy, put_on, take_off
+from gpurelease.suspend import Suspend
 from gpurelease.torch_internals import Backend
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class World:
         self._roll_call = RollCall(self._store, group.rank(), group.size())
         self._gloo: Backend | None = None
         self._absence: Absence | None = None
+        self._strategy: Strategy = Rebuild()
         self._released: list[ReleasableGroup] = []
         self._there_at_release: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         self._made_while_released: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -83,6 +87,7 @@ class World:
 
     def forget(self) -> None:
         """Let go of what a destroyed WORLD left behind."""
+        self._strategy.give_up([], _limit(self.options.timeout or torch_internals.DEFAULT_TIMEOUT.total_seconds()))
         self._released, self._absence, self._gloo = [], None, None
 
     def release(self, options: ScopeOptions, report: Report) -> None:
@@ -155,12 +160,13 @@ class World:
             "problem": problem,
             "strategy": options.strategy,
             "backends": options.backends,
-            "groups": {c.key: [c.group.size(), c.connected] for c in planned.candidates},
+            "groups": {c.key: [c.group.size(), c.connected, c.why_not_suspended] for c in planned.candidates},
             "unmatched": planned.unmatched,
         }
         verdict = together.reach(answer, agreement.on_release)
-        report.strategy = options.strategy
-        groups, report.groups = planned.agreed(verdict["kept"])
+        strategy = Suspend() if verdict["strategy"] == "suspend" else Rebuild()
+        report.strategy, report.strategy_reason = strategy.name, verdict["strategy_reason"]
+        groups, report.groups = planned.agreed(verdict["kept"], suspended=strategy.name == "suspend")
         if not verdict["any"]:
             report.reason = "no rank has a process group to release"
             return False
@@ -174,19 +180,30 @@ class World:
         free_before = torch_internals.free_bytes(device)
         self._there_at_release = weakref.WeakSet(torch_internals.groups())
         self._released = groups
+        self._strategy = strategy
         self.phase = Phase.RELEASING
-        with transition.step("tear down"):
-            taken, problems = rebuild.take_off(groups)
+        with transition.step(strategy.step):
+            taken, problems = take_off(groups)
             if world is not None and self._gloo is not None:
                 self._absence = Absence(world.group, self._gloo)
-            problems += rebuild.shut_down(taken, timeout)
+            unreleased = strategy.release(taken, _limit(timeout))
         self.phase = Phase.RELEASED
+        may_fall_back = options.strategy == "auto" and strategy.name == "suspend"
         try:
-            together.confirm("released", problems, _freed(device, free_before))
+            if may_fall_back:
+                failed = together.confirm("released", problems, _freed(device, free_before), unreleased)
+            else:
+                failed = together.confirm("released", problems + unreleased, _freed(device, free_before))
+            if failed:  # on all ranks
+                self._strategy = strategy.give_up([], _limit(timeout))
+                report.strategy, report.strategy_reason = self._strategy.name, failed
+                report.groups = planned.agreed(verdict["kept"], suspended=False)[1]
+                together.confirm("released", [], _freed(device, free_before))
         except ReleaseFailed as failure:
+            self._strategy = self._strategy.give_up([], _limit(timeout))
             self._go_back(failure)
             raise
-        if self._rank == 0:
+        if self._rank == 0 and self._strategy.name == "rebuild":
             # Everybody is done with the keys of the generation that has gone; at 5,000 groups and 10,000 cycles they
             # would fill the store. The others need not wait for this.
             with transition.step("delete keys"):
@@ -252,11 +269,12 @@ class World:
 
         device = _device_of(list(here.values()))
         free_before = torch_internals.free_bytes(device)
-        built, problems = rebuild.build(list(here.values()), self._prefix("generation"), _limit(timeout), transition)
+        groups, prefix = list(here.values()), self._prefix("generation")
+        ready, problems = self._strategy.restore(groups, prefix, _limit(timeout), transition)
         try:
             together.confirm("restored", problems, _freed(device, free_before))
         except RestoreFailed:
-            rebuild.shut_down(built, timeout)
+            self._strategy = self._strategy.give_up(ready, _limit(timeout))
             raise
         self.phase = Phase.RESTORING
         with transition.step("put on"):
@@ -264,12 +282,13 @@ class World:
             if self._absence is not None and world is not None:
                 self._absence.end(world)
                 self._absence = None
-            rebuild.put_on(built)
+            put_on(ready)
+        self._strategy.settle()
         self.phase = Phase.ARMED
         self._released = []
         if verdict["body_failed"]:
             self._gloo = None
-        transition.groups = len(built)
+        transition.groups = len(ready)
 
     # -------------------------------------------------------------------------------------------------------- small
 

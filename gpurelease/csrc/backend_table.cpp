@@ -81,7 +81,24 @@ BackendPtr placeholder(int rank, int size, std::string name, Backend& like) {
 
 void copy_hook(Backend& from, Backend& to) {
   if (from.hasHooks()) {
+    {
+      py::gil_scoped_release without_gil;
+      to.waitForPendingWorks();  // else the hook would hear of the collective that connected the backend
+    }
     to.registerOnCompletionHook(std::function(Hook::of(from)));
+  }
+}
+
+// Suspending and resuming are rendezvous of a communicator's ranks (NCCL's mem_manager.cc). torch's own bindings keep
+// the GIL meanwhile, so that a rank whose peer does not come could not even say so. From torch 2.12.
+template <class B>
+constexpr bool suspends = requires(B& backend) { backend.suspend(); };
+
+template <class B>
+void define_suspending(py::module& m) {
+  if constexpr (suspends<B>) {
+    m.def("suspend", [](B& backend) { backend.suspend(); }, py::call_guard<py::gil_scoped_release>(), py::arg("backend"));
+    m.def("resume", [](B& backend) { backend.resume(); }, py::call_guard<py::gil_scoped_release>(), py::arg("backend"));
   }
 }
 
@@ -136,4 +153,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // With the GIL: a hook may be a Python function, of which these make another reference.
   m.def("placeholder", &placeholder, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("like"));
   m.def("copy_hook", &copy_hook, py::arg("from_backend"), py::arg("to_backend"));
+  define_suspending<Backend>(m);
 }

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import ctypes
-from functools import partial
+import functools
+import json
+import traceback
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests import cycles
 from tests.ranks import tcp_store
 
 
+@functools.cache
 def library() -> Any:
     """Return the double's functions."""
     functions: Any = ctypes.CDLL(None)
     functions.simgpu_comm_bytes.restype = ctypes.c_size_t
     functions.simgpu_used_bytes.restype = ctypes.c_size_t
+    functions.simgpu_communicators.restype = ctypes.c_char_p
     return functions
+
+
+def on_double(rank: int, size: int, body: Any, **kwargs: Any) -> Any:
+    """Call ``body`` on a rank, and check what must be so after every test."""
+    told = ""
+    try:
+        result = body(rank, size, **kwargs)
+    except Exception:
+        told = traceback.format_exc()
+    if told:
+        # Raised again without the frames whose locals would be printed: to print a CUDA tensor takes kernels, and as
+        # these do nothing, it can take for ever.
+        raise AssertionError(told)
+    assert library().simgpu_misused() == 0, "a communicator was used that was gone or suspended"
+    assert library().simgpu_killed() == 0, "a communicator was aborted before its collectives were done"
+    return result
 
 
 def live() -> int:
@@ -36,14 +55,30 @@ def held() -> int:
     return library().simgpu_comm_bytes()
 
 
+def communicators() -> list[dict[str, Any]]:
+    """Return what this process's live communicators are: by size, device, NCCL config, and so on."""
+    found = json.loads(library().simgpu_communicators())
+    return sorted(found, key=lambda comm: (comm["size"], comm["device"], comm["id"]))
+
+
 def touched() -> list[int]:
     """Return the devices that this process has used: a real one would have got a context on each."""
     return [device for device in range(8) if library().simgpu_touched(device)]
 
 
-def fault(call: str, times: int = 1, delay_ms: int = 0) -> None:
-    """Make the next calls of "init", "destroy" or "abort" in this process fail; or only wait, with a delay."""
-    library().simgpu_fault(call.encode(), times, delay_ms)
+def used(device: int) -> int:
+    """Return the bytes that are used on a device by this process: by communicators, and by torch's allocator."""
+    return library().simgpu_used_bytes(device)
+
+
+def fault(call: str, *, after: int = 0, times: int = 1) -> None:
+    """Make calls in this process fail, once ``after`` calls have gone well; ``tests/simgpu/README.rst`` names them."""
+    library().simgpu_fault(call.encode(), after, times, 0)
+
+
+def delay(call: str, seconds: float, *, after: int = 0, times: int = 1) -> None:
+    """Make calls in this process come late, once ``after`` calls were in time."""
+    library().simgpu_fault(call.encode(), after, times, int(seconds * 1000))
 
 
 def init_nccl(rank: int, size: int, *, eager: bool = False, backend: str | None = "nccl", **options: Any) -> Any:
@@ -56,5 +91,20 @@ def init_nccl(rank: int, size: int, *, eager: bool = False, backend: str | None 
     return store
 
 
-total = partial(cycles.total, device="cuda")
-backend_of = partial(cycles.backend_of, device="cuda")
+def total(group: Any = None, value: float | None = None) -> float:
+    """All-reduce this rank's number over ``group``, and return the sum."""
+    tensor = torch.tensor([float(dist.get_rank() if value is None else value)]).cuda()
+    dist.all_reduce(tensor, group=group)
+    return tensor.cpu().item()
+
+
+def backend_of(group: Any) -> Any:
+    """Return the backend that serves CUDA tensors of ``group`` now."""
+    return group._get_backend(torch.device("cuda"))
+
+
+# "nccl" means torch's first ProcessGroupNCCL, or from 2.15 its second one, which came with 2.14.
+HAS_SECOND = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
+FIRST = "nccl-legacy" if HAS_SECOND else "nccl"
+# From 2.15 the second one connects when a group is made, and takes the device from LOCAL_RANK if none is named.
+CONNECTS_AT_ONCE = dist.is_nccl_available() and hasattr(dist.ProcessGroupNCCL.Options, "lazy_init")

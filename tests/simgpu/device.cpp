@@ -1,377 +1,467 @@
-// Stands in for the CUDA runtime and driver. Device memory is host memory and is counted per device; copies, memsets
-// and their order are real; kernels do nothing; everything runs at once, on the calling thread. See README.rst.
-#include <cuda_runtime_api.h>
-
+// The CUDA runtime. Device memory is host memory, and is counted per device. Copies and memsets are real and done at
+// once, on the calling thread; kernels do nothing. Time is kept: a stream is busy for as long as the collectives on it
+// are said to take, and events, queries and synchronisation go by that.
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
+#include <thread>
 
 #include "simgpu.h"
 
+using simgpu::Captured;
+using simgpu::Clock;
+using simgpu::current_device;
+using simgpu::goes_wrong;
+using simgpu::use;
+
 namespace {
-using Clock = std::chrono::steady_clock;
-constexpr int kMaxDevices = 64;
+
 struct Allocation {
   size_t bytes;
   int device;
 };
-struct Event {
-  Clock::time_point at;
+struct Stream {
+  int device = 0, priority = 0;
+  Clock::time_point busy_until{};
+  Captured* capture = nullptr;
 };
-std::mutex mutex_;
+struct Event {
+  Clock::time_point recorded{}, ready{};
+  Captured* capture = nullptr;
+};
+struct UserObject {
+  void* object;
+  cudaHostFn_t destroy;
+};
+
+std::recursive_mutex mutex_;
+using Guard = std::lock_guard<std::recursive_mutex>;
 std::map<char*, Allocation> allocations;
-size_t used[kMaxDevices];
-std::atomic<bool> touched[kMaxDevices];  // a real device would have got a context
-std::atomic<bool> capturing{false};
+size_t used[simgpu::kMaxDevices];
+std::atomic<bool> used_at_all[simgpu::kMaxDevices];
+Stream default_streams[simgpu::kMaxDevices];
+std::set<Stream*> streams;
 thread_local int device_ = 0;
-int devices() { return static_cast<int>(simgpu::setting("SIMGPU_DEVICES", 8)); }
-size_t total() { return static_cast<size_t>(simgpu::setting("SIMGPU_TOTAL_MB", 81920)) << 20; }
+
+size_t total_bytes() { return static_cast<size_t>(simgpu::setting("SIMGPU_TOTAL_MB", 81920)) << 20; }
+
+Stream& stream_of(cudaStream_t handle) {
+  // 0, 1 and 2 are the default, the legacy and the per-thread stream of the current device.
+  if (reinterpret_cast<uintptr_t>(handle) > 2) return *reinterpret_cast<Stream*>(handle);
+  use(device_);
+  return default_streams[device_];
+}
+Event& event_of(cudaEvent_t handle) { return *reinterpret_cast<Event*>(handle); }
+Captured& captured_of(void* handle) { return *static_cast<Captured*>(handle); }
+
+void wait_until(Clock::time_point done) { std::this_thread::sleep_until(done); }
+
+void lose_owner(Captured& captured) {
+  {
+    Guard guard(mutex_);
+    if (--captured.owners > 0) return;
+  }
+  for (auto& call : captured.when_gone) call();
+  delete &captured;
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes) {
+  use(device_);
+  memmove(to, from, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t fill(void* at, int value, size_t bytes) {
+  use(device_);
+  memset(at, value, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t aligned(void** at, size_t bytes) {
+  return posix_memalign(at, 512, bytes ? bytes : 512) ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+
 }  // namespace
 
 namespace simgpu {
+
+int device_count() { return static_cast<int>(setting("SIMGPU_DEVICES", 8)); }
 int current_device() { return device_; }
-void touch_current_device() { touched[device_] = true; }
-void take(int device, size_t bytes) {
-  std::lock_guard<std::mutex> guard(mutex_);
+void use(int device) { used_at_all[device] = true; }
+bool in_use(int device) { return device >= 0 && device < kMaxDevices && used_at_all[device]; }
+
+bool take(int device, size_t bytes) {
+  Guard guard(mutex_);
+  use(device);
+  if (used[device] + bytes > total_bytes()) return false;
   used[device] += bytes;
-  touched[device] = true;
+  return true;
 }
 void give_back(int device, size_t bytes) {
-  std::lock_guard<std::mutex> guard(mutex_);
+  Guard guard(mutex_);
   used[device] -= bytes;
 }
+
+Captured* capture_of(cudaStream_t handle) {
+  Guard guard(mutex_);
+  Stream& stream = stream_of(handle);
+  if (stream.capture && !stream.capture->open) stream.capture = nullptr;
+  return stream.capture;
+}
+int priority_of(cudaStream_t handle) { return stream_of(handle).priority; }
+Clock::time_point work_on(cudaStream_t handle) {
+  Guard guard(mutex_);
+  Stream& stream = stream_of(handle);
+  stream.busy_until =
+      std::max(stream.busy_until, Clock::now()) + std::chrono::milliseconds(setting("SIMGPU_COLLECTIVE_MS", 0));
+  return stream.busy_until;
+}
+
 }  // namespace simgpu
 
 extern "C" {
-// For tests, through ctypes.CDLL(None).
+
+// For tests, through ctypes.
 size_t simgpu_used_bytes(int device) {
-  std::lock_guard<std::mutex> guard(mutex_);
+  Guard guard(mutex_);
   return used[device];
 }
-int simgpu_touched(int device) { return touched[device]; }
-void simgpu_set_capturing(int on) { capturing = on != 0; }
+int simgpu_touched(int device) { return simgpu::in_use(device); }
 
-#define OK return cudaSuccess
-cudaError_t cudaGetDeviceCount(int* n) {
-  *n = (int)devices();
-  OK;
+// ---------------------------------------------------------------------------------------------------------- devices
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = simgpu::device_count();
+  return cudaSuccess;
 }
-cudaError_t cudaGetDevice(int* d) {
-  *d = device_;
-  OK;
+cudaError_t cudaGetDevice(int* device) {
+  *device = device_;
+  return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int d) {
-  if (d < 0 || d >= devices()) return cudaErrorInvalidDevice;
-  device_ = d;
-  OK;
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= simgpu::device_count()) return cudaErrorInvalidDevice;
+  use(device_ = device);  // from CUDA 12 this makes the device's context
+  return cudaSuccess;
 }
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
-  memset(p, 0, sizeof *p);
-  snprintf(p->name, sizeof p->name, "SimGPU");
-  p->totalGlobalMem = total();
-  p->major = 9;
-  p->minor = 0;
-  p->multiProcessorCount = 132;
-  p->warpSize = 32;
-  p->maxThreadsPerBlock = 1024;
-  p->maxThreadsPerMultiProcessor = 2048;
-  p->sharedMemPerBlock = 49152;
-  p->sharedMemPerBlockOptin = 232448;
-  p->regsPerBlock = 65536;
-  p->maxGridSize[0] = 2147483647;
-  p->maxGridSize[1] = p->maxGridSize[2] = 65535;
-  p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
-  p->maxThreadsDim[2] = 64;
-  p->l2CacheSize = 50 << 20;
-  p->unifiedAddressing = 1;
-  OK;
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  memset(properties, 0, sizeof *properties);
+  snprintf(properties->name, sizeof properties->name, "SimGPU");
+  properties->totalGlobalMem = total_bytes();
+  properties->major = 9;
+  properties->multiProcessorCount = 132;
+  properties->warpSize = 32;
+  properties->maxThreadsPerBlock = 1024;
+  properties->maxThreadsPerMultiProcessor = 2048;
+  properties->sharedMemPerBlock = 49152;
+  properties->sharedMemPerBlockOptin = 232448;
+  properties->regsPerBlock = 65536;
+  properties->maxGridSize[0] = 2147483647;
+  properties->maxGridSize[1] = properties->maxGridSize[2] = 65535;
+  properties->maxThreadsDim[0] = properties->maxThreadsDim[1] = 1024;
+  properties->maxThreadsDim[2] = 64;
+  properties->l2CacheSize = 50 << 20;
+  properties->unifiedAddressing = 1;
+  return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
-  *v = a == cudaDevAttrComputeCapabilityMajor ? 9
-       : a == cudaDevAttrMultiProcessorCount  ? 132
-       : a == cudaDevAttrMaxThreadsPerBlock   ? 1024
-                                              : 0;
-  OK;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9
+           : attribute == cudaDevAttrMultiProcessorCount  ? 132
+           : attribute == cudaDevAttrMaxThreadsPerBlock   ? 1024
+                                                          : 0;
+  return cudaSuccess;
 }
-cudaError_t cudaDeviceCanAccessPeer(int* v, int, int) {
-  *v = 0;
-  OK;
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 0;
+  return cudaSuccess;
 }
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { OK; }
-cudaError_t cudaDeviceGetPCIBusId(char* s, int n, int d) {
-  snprintf(s, n, "0000:%02x:00.0", d + 1);
-  OK;
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device) {
+  snprintf(id, length, "0000:%02x:00.0", device + 1);
+  return cudaSuccess;
 }
-cudaError_t cudaDeviceGetStreamPriorityRange(int* a, int* b) {
-  *a = 0;
-  *b = -5;
-  OK;
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
-  touched[device_] = true;
-  OK;
-}
-cudaError_t cudaDriverGetVersion(int* v) {
-  *v = 13000;
-  OK;
-}
-cudaError_t cudaRuntimeGetVersion(int* v) {
-  *v = 13000;
-  OK;
-}
-cudaError_t cudaEventCreate(cudaEvent_t* e) {
-  *e = (cudaEvent_t) new Event{};
-  OK;
-}
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return cudaEventCreate(e); }
-cudaError_t cudaEventDestroy(cudaEvent_t e) {
-  delete (Event*)e;
-  OK;
-}
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
-  ((Event*)e)->at = Clock::now();
-  OK;
-}
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
-cudaError_t cudaEventQuery(cudaEvent_t) { OK; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { OK; }
-cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
-  *ms = std::chrono::duration<float, std::milli>(((Event*)b)->at - ((Event*)a)->at).count();
-  OK;
-}
-cudaError_t cudaMalloc(void** p, size_t n) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  if (used[device_] + n > total()) return cudaErrorMemoryAllocation;
-  if (posix_memalign(p, 512, n ? n : 512)) return cudaErrorMemoryAllocation;
-  allocations[(char*)*p] = {n, device_};
-  used[device_] += n;
-  touched[device_] = true;
-  OK;
-}
-cudaError_t cudaFree(void* p) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  auto it = allocations.find((char*)p);
-  if (it != allocations.end()) {
-    used[it->second.device] -= it->second.bytes;
-    allocations.erase(it);
-    free(p);
+  use(device_);
+  if (goes_wrong("synchronize")) return cudaErrorIllegalAddress;
+  Clock::time_point done = default_streams[device_].busy_until;
+  {
+    Guard guard(mutex_);
+    for (Stream* stream : streams)
+      if (stream->device == device_) done = std::max(done, stream->busy_until);
   }
-  OK;
+  wait_until(done);
+  return cudaSuccess;
 }
-cudaError_t cudaMallocAsync(void** p, size_t n, cudaStream_t) { return cudaMalloc(p, n); }
-cudaError_t cudaFreeAsync(void* p, cudaStream_t) { return cudaFree(p); }
-cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) {
-  return posix_memalign(p, 512, n ? n : 512) ? cudaErrorMemoryAllocation : cudaSuccess;
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
 }
-cudaError_t cudaFreeHost(void* p) {
-  free(p);
-  OK;
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
 }
-cudaError_t cudaHostRegister(void*, size_t, unsigned) { OK; }
-cudaError_t cudaHostUnregister(void*) { OK; }
-cudaError_t cudaMemGetInfo(size_t* f, size_t* t) {
-  touched[device_] = true;
-  std::lock_guard<std::mutex> guard(mutex_);
-  *t = total();
-  *f = *t - used[device_];
-  OK;
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation ? "out of memory"
+         : error == cudaErrorIllegalAddress ? "an illegal memory access was encountered"
+         : error                            ? "an error of simgpu"
+                                            : "no error";
 }
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
-  memset(a, 0, sizeof *a);
-  std::lock_guard<std::mutex> guard(mutex_);
-  auto it = allocations.upper_bound((char*)p);
-  if (it != allocations.begin()) {
-    --it;
-    if ((char*)p < it->first + std::max<size_t>(it->second.bytes, 1)) {
-      a->type = cudaMemoryTypeDevice;
-      a->device = it->second.device;
-      a->devicePointer = (void*)p;
-      OK;
+const char* cudaGetErrorName(cudaError_t error) { return error ? "simgpuError" : "cudaSuccess"; }
+
+// ----------------------------------------------------------------------------------------------------------- memory
+
+cudaError_t cudaMalloc(void** at, size_t bytes) {
+  Guard guard(mutex_);
+  if (goes_wrong("malloc") || !simgpu::take(device_, bytes)) return cudaErrorMemoryAllocation;
+  if (aligned(at, bytes)) return cudaErrorMemoryAllocation;
+  allocations[static_cast<char*>(*at)] = {bytes, device_};
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* at) {
+  use(device_);
+  Guard guard(mutex_);
+  auto found = allocations.find(static_cast<char*>(at));
+  if (found != allocations.end()) {
+    simgpu::give_back(found->second.device, found->second.bytes);
+    allocations.erase(found);
+    free(at);
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaMallocAsync(void** at, size_t bytes, cudaStream_t) { return cudaMalloc(at, bytes); }
+cudaError_t cudaFreeAsync(void* at, cudaStream_t) { return cudaFree(at); }
+cudaError_t cudaHostAlloc(void** at, size_t bytes, unsigned) {
+  use(device_);
+  return aligned(at, bytes);
+}
+cudaError_t cudaFreeHost(void* at) {
+  free(at);
+  return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
+  use(device_);
+  Guard guard(mutex_);
+  *total = total_bytes();
+  *free_bytes = *total - used[device_];
+  return cudaSuccess;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* at) {
+  memset(attributes, 0, sizeof *attributes);
+  void* pointer = const_cast<void*>(at);
+  Guard guard(mutex_);
+  auto next = allocations.upper_bound(static_cast<char*>(pointer));
+  if (next != allocations.begin()) {
+    auto found = std::prev(next);
+    if (pointer < found->first + std::max<size_t>(found->second.bytes, 1)) {
+      attributes->type = cudaMemoryTypeDevice;
+      attributes->device = found->second.device;
+      attributes->devicePointer = pointer;
+      return cudaSuccess;
     }
   }
-  a->type = cudaMemoryTypeUnregistered;
-  a->device = -1;
-  a->hostPointer = (void*)p;
-  OK;
+  attributes->type = cudaMemoryTypeUnregistered;
+  attributes->device = -1;
+  attributes->hostPointer = pointer;
+  return cudaSuccess;
 }
-cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind) {
-  memmove(d, s, n);
-  OK;
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return copy(to, from, bytes); }
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  return copy(to, from, bytes);
 }
-cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind, cudaStream_t) {
-  memmove(d, s, n);
-  OK;
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
+  return copy(to, from, bytes);
 }
-cudaError_t cudaMemcpyPeerAsync(void* d, int, const void* s, int, size_t n, cudaStream_t) {
-  memmove(d, s, n);
-  OK;
+cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
+cudaError_t cudaMemset(void* at, int value, size_t bytes) { return fill(at, value, bytes); }
+cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) { return fill(at, value, bytes); }
+cudaError_t cudaGetSymbolAddress(void** at, const void* symbol) {
+  *at = const_cast<void*>(symbol);
+  return cudaSuccess;
 }
-cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { OK; }
-cudaError_t cudaMemset(void* d, int v, size_t n) {
-  memset(d, v, n);
-  OK;
+
+// ----------------------------------------------------------------------------------------------- streams and events
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned, int priority) {
+  use(device_);
+  auto* stream = new Stream;
+  stream->device = device_;
+  stream->priority = priority;
+  Guard guard(mutex_);
+  streams.insert(stream);
+  *handle = reinterpret_cast<cudaStream_t>(stream);
+  return cudaSuccess;
 }
-cudaError_t cudaMemsetAsync(void* d, int v, size_t n, cudaStream_t) {
-  memset(d, v, n);
-  OK;
+cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
+  return cudaStreamCreateWithPriority(handle, flags, 0);
 }
-static std::atomic<long> streams{1};
-cudaError_t cudaStreamCreate(cudaStream_t* s) {
-  *s = (cudaStream_t)(streams++ * 64);
-  OK;
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }  // torch keeps its streams for good
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return Clock::now() < stream_of(stream).busy_until ? cudaErrorNotReady : cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return cudaStreamCreate(s); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return cudaStreamCreate(s); }
-cudaError_t cudaStreamDestroy(cudaStream_t) { OK; }
-cudaError_t cudaStreamQuery(cudaStream_t) { OK; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { OK; }
-cudaError_t cudaStreamGetPriority(cudaStream_t, int* p) {
-  *p = 0;
-  OK;
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  wait_until(stream_of(stream).busy_until);
+  return cudaSuccess;
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { OK; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
-  *s = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  OK;
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = simgpu::priority_of(stream);
+  return cudaSuccess;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* s, unsigned long long*, cudaGraph_t*,
-                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-  *s = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  OK;
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
+  Guard guard(mutex_);
+  Stream& stream = stream_of(handle);
+  stream.busy_until = std::max(stream.busy_until, event_of(event).ready);
+  if (event_of(event).capture) stream.capture = event_of(event).capture;  // it joins the capture
+  return cudaSuccess;
 }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { OK; }
-cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void* u, unsigned) {
-  f(s, cudaSuccess, u);
-  OK;
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* about, unsigned) {
+  callback(stream, cudaSuccess, about);
+  return cudaSuccess;
 }
-cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t f, void* u) {
-  f(u);
-  OK;
+cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* about) {
+  function(about);
+  return cudaSuccess;
 }
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { OK; }
-cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { OK; }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { OK; }
-cudaError_t cudaGetLastError() { OK; }
-cudaError_t cudaPeekAtLastError() { OK; }
-const char* cudaGetErrorString(cudaError_t e) { return e ? "simgpu error" : "no error"; }
-const char* cudaGetErrorName(cudaError_t e) { return e ? "simgpuError" : "cudaSuccess"; }
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
-  memset(a, 0, sizeof *a);
-  a->maxThreadsPerBlock = 1024;
-  a->binaryVersion = a->ptxVersion = 90;
-  OK;
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  use(device_);
+  *event = reinterpret_cast<cudaEvent_t>(new Event);
+  return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { OK; }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) {
-  *n = 8;
-  OK;
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete &event_of(event);
+  return cudaSuccess;
 }
-cudaError_t cudaGetSymbolAddress(void** p, const void* s) {
-  *p = (void*)s;
-  OK;
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
+  Captured* capture = simgpu::capture_of(handle);
+  Guard guard(mutex_);
+  Clock::time_point now = Clock::now();
+  event_of(event) = {now, std::max(now, stream_of(handle).busy_until), capture};
+  return cudaSuccess;
 }
-// The driver API is there to be found, and declines: nothing under test needs it.
-static int driver_declines() { return 801; }
-int cuInit(unsigned) { return 0; }
-int cuDriverGetVersion(int* v) {
-  *v = 13000;
-  return 0;
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
 }
-int cuDevicePrimaryCtxGetState(int, unsigned* f, int* a) {
-  *f = 0;
-  *a = 1;
-  return 0;
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return Clock::now() < event_of(event).ready ? cudaErrorNotReady : cudaSuccess;
 }
-int cuDeviceGetCount(int* n) {
-  *n = (int)devices();
-  return 0;
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  wait_until(event_of(event).ready);
+  return cudaSuccess;
 }
-int cuCtxGetCurrent(void** c) {
-  *c = (void*)&devices;
-  return 0;
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
+  *milliseconds = std::chrono::duration<float, std::milli>(event_of(to).ready - event_of(from).ready).count();
+  return cudaSuccess;
 }
-int cuDeviceGetAttribute(int* v, int, int) {
-  *v = 0;
-  return 0;
+
+// ----------------------------------------------------------------------------------------------------------- graphs
+// Only collectives are captured, and made again at a launch; copies are made once, while they are captured.
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  Guard guard(mutex_);
+  stream_of(stream).capture = new Captured;
+  return cudaSuccess;
 }
-int cuDeviceGetUuid() { return 801; }
-int cuDevicePrimaryCtxRetain() { return 801; }
-int cuFuncSetCacheConfig() { return 801; }
-int cuGetErrorName() { return 801; }
-int cuLaunchCooperativeKernel() { return 801; }
-int cuLinkAddData_v2() { return 801; }
-int cuMemGetAddressRange_v2() { return 801; }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor() { return 801; }
-int cuPointerGetAttribute() { return 801; }
-int cuTensorMapEncodeTiled() { return 801; }
-int cuCtxFromGreenCtx() { return 801; }
-int cuCtxPopCurrent() { return 801; }
-int cuCtxPushCurrent() { return 801; }
-int cuCtxSetCurrent() { return 801; }
-int cuDeviceGet() { return 801; }
-int cuGreenCtxCreate() { return 801; }
-int cuMemAddressFree() { return 801; }
-int cuMemAddressReserve() { return 801; }
-int cuMemCreate() { return 801; }
-int cuMemExportToShareableHandle() { return 801; }
-int cuMemGetAddressRange() { return 801; }
-int cuMemGetAllocationGranularity() { return 801; }
-int cuMemImportFromShareableHandle() { return 801; }
-int cuMemMap() { return 801; }
-int cuMemRelease() { return 801; }
-int cuMemSetAccess() { return 801; }
-int cuMemUnmap() { return 801; }
-int cuModuleLoadData() { return 801; }
-int cuModuleLoadDataEx() { return 801; }
-int cuModuleGetFunction() { return 801; }
-int cuModuleUnload() { return 801; }
-int cuLaunchKernel() { return 801; }
-int cuLaunchKernelEx() { return 801; }
-int cuLinkCreate() { return 801; }
-int cuLinkComplete() { return 801; }
-int cuLinkDestroy() { return 801; }
-int cuLinkAddData() { return 801; }
-int cuFuncGetAttribute() { return 801; }
-int cuFuncSetAttribute() { return 801; }
-int cuStreamWriteValue32() { return 801; }
-int cuGetErrorString(int, const char** s) {
-  *s = "simgpu driver stub";
-  return 0;
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  Guard guard(mutex_);
+  Captured* captured = simgpu::capture_of(stream);
+  if (!captured) return cudaErrorIllegalState;
+  captured->open = false;
+  for (Stream* other : streams)
+    if (other->capture == captured) other->capture = nullptr;
+  for (Stream& other : default_streams)
+    if (other.capture == captured) other.capture = nullptr;
+  *graph = reinterpret_cast<cudaGraph_t>(captured);
+  return cudaSuccess;
 }
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** p, unsigned, unsigned long long,
-                                             cudaDriverEntryPointQueryResult* r) {
-  *p = (void*)driver_declines;
-  if (r) *r = cudaDriverEntryPointSuccess;
-  OK;
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = simgpu::capture_of(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
 }
-static int dummy;
-void** __cudaRegisterFatBinary(void*) { return (void**)&dummy; }
-void __cudaRegisterFatBinaryEnd(void**) {}
-void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*, uint3*, dim3*, dim3*, int*) {}
-void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-static thread_local struct {
-  dim3 g, b;
-  size_t s;
-  void* st;
-} cfg;
-unsigned __cudaPushCallConfiguration(dim3 g, dim3 b, size_t s, void* st) {
-  cfg = {g, b, s, st};
-  return 0;
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                     size_t* dependencies) {
+  Captured* captured = simgpu::capture_of(stream);
+  *status = captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  if (id) *id = reinterpret_cast<uintptr_t>(captured);
+  if (graph) *graph = reinterpret_cast<cudaGraph_t>(captured);
+  if (dependencies) *dependencies = 0;
+  return cudaSuccess;
 }
-cudaError_t __cudaPopCallConfiguration(dim3* g, dim3* b, size_t* s, void* st) {
-  *g = cfg.g;
-  *b = cfg.b;
-  *s = cfg.s;
-  *(void**)st = cfg.st;
-  OK;
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  Guard guard(mutex_);
+  ++captured_of(graph).owners;
+  *executable = reinterpret_cast<cudaGraphExec_t>(graph);
+  return cudaSuccess;
 }
-cudaError_t __cudaGetKernel(cudaKernel_t* k, const void*) {
-  *k = (cudaKernel_t)&dummy;
-  OK;
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(executable, graph, flags);
 }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t) {
+  for (auto& call : captured_of(executable).calls) call();
+  return cudaSuccess;
 }
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  *count = captured_of(graph).calls.size();
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  lose_owner(captured_of(graph));
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  lose_owner(captured_of(executable));
+  return cudaSuccess;
+}
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* handle, void* object, cudaHostFn_t destroy, unsigned, unsigned) {
+  *handle = reinterpret_cast<cudaUserObject_t>(new UserObject{object, destroy});
+  return cudaSuccess;
+}
+cudaError_t cudaUserObjectRelease(cudaUserObject_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t handle, unsigned, unsigned) {
+  UserObject* object = reinterpret_cast<UserObject*>(handle);
+  captured_of(graph).when_gone.push_back([object] { object->destroy(object->object); });
+  return cudaSuccess;
+}
+
+// ---------------------------------------------------------------------------------------------------------- kernels
+
+cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
+  use(device_);
+  return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
+  use(device_);
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+  use(device_);
+  return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  memset(attributes, 0, sizeof *attributes);
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->binaryVersion = attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
+  *blocks = 8;
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,6 +1,5 @@
-// Stands in for NCCL between the processes of one machine: ranks meet and exchange bytes through files in $SIMGPU_DIR.
-// Communicators are counted, hold device memory, and can be made to fail or to wait. See README.rst.
-#include <cuda_runtime_api.h>
+// NCCL between the processes of one machine: ranks meet, and exchange bytes, through files in $SIMGPU_DIR.
+// Communicators are counted, hold device memory, and remember what they were made with.
 #include <fcntl.h>
 #include <nccl.h>
 #include <sys/stat.h>
@@ -8,109 +7,117 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <random>
-#include <string>
+#include <set>
+#include <sstream>
 #include <thread>
-#include <vector>
 
 #include "simgpu.h"
 
+using simgpu::Captured;
+using simgpu::Clock;
+using simgpu::current_device;
+using simgpu::goes_wrong;
 using simgpu::setting;
 
-namespace {
-using Clock = std::chrono::steady_clock;
-
-std::string dir() {
-  const char* v = getenv("SIMGPU_DIR");
-  std::string d = v ? v : "/dev/shm/simgpu";
-  mkdir(d.c_str(), 0777);
-  return d;
-}
-
-// What a test has asked to go wrong in this process: the next calls of one name fail, or wait first.
-struct Fault {
-  std::string call;
-  int times = 0;
-  int delay_ms = 0;
-} fault;
-std::mutex fault_mutex;
-
-// Returns whether this call is to fail, after the delay that was asked for.
-bool goes_wrong(const char* call) {
-  int delay = 0;
-  bool fails = false;
-  {
-    std::lock_guard<std::mutex> guard(fault_mutex);
-    if (fault.times > 0 && fault.call == call) {
-      --fault.times;
-      delay = fault.delay_ms;
-      fails = delay == 0;
-    }
-  }
-  std::this_thread::sleep_for(std::chrono::milliseconds(delay));
-  return fails;
-}
-}  // namespace
-
 struct ncclComm {
-  std::string id;
-  int rank, n, dev;
-  long seq = 0, splits = 0;
-  bool suspended = false, aborted = false;
-  std::map<int, long> sendseq, recvseq;
-  size_t dyn, persist;
+  std::string id, config;  // the same on all ranks; as JSON
+  int rank, size, device;
+  int made_on = current_device();
+  size_t suspendable = 0, persistent = 0;
+  bool suspended = false;
+  long suspensions = 0;
+  std::atomic<bool> aborted{false}, gone{false};
+  std::atomic<int> captured{0};  // collectives in graphs that exist
+  int registered = 0;            // memory that was registered with it
+  int priority = 0;              // of the stream of its last collective
+  long collectives = 0, splits = 0;
+  std::map<int, long> sent, received;
+  Clock::time_point busy_until{};
 };
-namespace {
-std::atomic<long> live{0}, created{0}, destroyed{0}, suspends{0}, resumes{0};
-std::atomic<size_t> comm_bytes{0};
-thread_local int group_depth = 0;
-struct Op {
-  std::function<void()> post, done;
-};
-thread_local std::vector<Op> queue_;
-thread_local ncclResult_t group_err = ncclSuccess;
 
-void put(const std::string& name, const void* p, size_t n) {
-  std::string f = dir() + "/" + name, t = f + ".tmp";
-  FILE* h = fopen(t.c_str(), "wb");
-  if (n) fwrite(p, 1, n, h);
-  fclose(h);
-  rename(t.c_str(), f.c_str());
+namespace {
+
+std::mutex mutex_;
+std::set<ncclComm*> alive;
+std::atomic<long> created{0}, destroyed{0}, suspends{0}, resumes{0}, misused{0}, killed{0};
+
+// --------------------------------------------------------------------------------- files through which ranks meet
+
+std::string path_of(const std::string& name) {
+  const char* value = getenv("SIMGPU_DIR");
+  std::string folder = value ? value : "/dev/shm/simgpu";
+  mkdir(folder.c_str(), 0777);
+  return folder + "/" + name;
 }
-bool get(const std::string& name, std::vector<char>& out, const ncclComm* c = nullptr, double limit = 0) {
-  std::string f = dir() + "/" + name;
-  auto t0 = Clock::now();
-  if (limit <= 0) limit = setting("SIMGPU_TIMEOUT", 60);
-  for (int i = 0;; ++i) {
-    FILE* h = fopen(f.c_str(), "rb");
-    if (h) {
-      fseek(h, 0, SEEK_END);
-      long n = ftell(h);
-      rewind(h);
-      out.resize(n);
-      size_t r = n ? fread(out.data(), 1, n, h) : 0;
-      (void)r;
-      fclose(h);
-      return true;
+
+void put(const std::string& name, const void* from, size_t bytes) {
+  std::string path = path_of(name), unfinished = path + ".tmp";
+  FILE* file = fopen(unfinished.c_str(), "wb");
+  if (!file || fwrite(from, 1, bytes, file) != bytes) perror("simgpu: a file to meet through");
+  if (file) fclose(file);
+  rename(unfinished.c_str(), path.c_str());
+}
+
+// Waits for another rank's file, for SIMGPU_TIMEOUT unless said else. False: it did not come.
+bool get(const std::string& name, std::vector<char>& into, const ncclComm* comm = nullptr, double seconds = 0) {
+  std::string path = path_of(name);
+  if (seconds <= 0) seconds = setting("SIMGPU_TIMEOUT", 60);
+  auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
+  for (int tries = 0;; ++tries) {
+    if (FILE* file = fopen(path.c_str(), "rb")) {
+      fseek(file, 0, SEEK_END);
+      into.resize(ftell(file));
+      rewind(file);
+      bool whole = fread(into.data(), 1, into.size(), file) == into.size();
+      fclose(file);
+      return whole;
     }
-    if (c && c->aborted) return false;
-    if (std::chrono::duration<double>(Clock::now() - t0).count() > limit) {
-      fprintf(stderr, "simgpu: pid %d timed out waiting for %s\n", getpid(), name.c_str());
+    if (comm && comm->aborted) return false;
+    if (Clock::now() > deadline) {
+      fprintf(stderr, "simgpu: pid %d waited in vain for %s\n", getpid(), name.c_str());
       return false;
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(i < 200 ? 20 : 500));
+    std::this_thread::sleep_for(std::chrono::microseconds(tries < 200 ? 20 : 500));
   }
 }
-void drop(const std::string& name) { unlink((dir() + "/" + name).c_str()); }
-size_t esize(ncclDataType_t t) {
-  switch (t) {
+
+void drop(const std::string& name) { unlink(path_of(name).c_str()); }
+
+// Waits until all ranks of a communicator have come to one point.
+bool meet(const ncclComm& comm, const std::string& point, double seconds = 0) {
+  std::vector<char> nothing;
+  put(comm.id + "." + point + "." + std::to_string(comm.rank), "", 0);
+  for (int rank = 0; rank < comm.size; ++rank)
+    if (!get(comm.id + "." + point + "." + std::to_string(rank), nothing, nullptr, seconds)) return false;
+  return true;
+}
+
+// ----------------------------------------------------------------------------------------------------- arithmetic
+
+struct BFloat16 {
+  uint16_t bits = 0;
+  BFloat16() = default;
+  BFloat16(float value) {
+    uint32_t word;
+    memcpy(&word, &value, 4);
+    bits = word >> 16;
+  }
+  operator float() const {
+    uint32_t word = static_cast<uint32_t>(bits) << 16;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+  }
+};
+
+size_t size_of(ncclDataType_t type) {
+  switch (type) {
     case ncclInt8:
     case ncclUint8:
     case ncclFloat8e4m3:
@@ -127,372 +134,501 @@ size_t esize(ncclDataType_t t) {
       return 8;
   }
 }
+
+std::map<int, double> premultiplied;  // reductions that were made by ncclRedOpCreatePreMulSum
+
 template <class T>
-void red(T* a, const T* b, size_t n, int op) {
-  for (size_t i = 0; i < n; ++i) switch (op) {
-      case ncclProd:
-        a[i] *= b[i];
-        break;
-      case ncclMax:
-        a[i] = std::max(a[i], b[i]);
-        break;
-      case ncclMin:
-        a[i] = std::min(a[i], b[i]);
-        break;
-      default:
-        a[i] += b[i];
+void reduce_as(void* into, const std::vector<const char*>& parts, size_t count, int op) {
+  T* result = static_cast<T*>(into);
+  for (size_t i = 0; i < count; ++i) {
+    T value = reinterpret_cast<const T*>(parts[0])[i];
+    for (size_t part = 1; part < parts.size(); ++part) {
+      T other = reinterpret_cast<const T*>(parts[part])[i];
+      value = op == ncclProd  ? T(value * other)
+              : op == ncclMax ? std::max(value, other)
+              : op == ncclMin ? std::min(value, other)
+                              : T(value + other);
     }
-}
-float bf(uint16_t v) {
-  uint32_t u = (uint32_t)v << 16;
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-void reduce(char* a, const char* b, size_t n, ncclDataType_t t, int op) {
-  switch (t) {
-    case ncclFloat32:
-      red((float*)a, (const float*)b, n, op);
-      break;
-    case ncclFloat64:
-      red((double*)a, (const double*)b, n, op);
-      break;
-    case ncclInt32:
-      red((int32_t*)a, (const int32_t*)b, n, op);
-      break;
-    case ncclUint32:
-      red((uint32_t*)a, (const uint32_t*)b, n, op);
-      break;
-    case ncclInt64:
-      red((int64_t*)a, (const int64_t*)b, n, op);
-      break;
-    case ncclUint64:
-      red((uint64_t*)a, (const uint64_t*)b, n, op);
-      break;
-    case ncclInt8:
-      red((int8_t*)a, (const int8_t*)b, n, op);
-      break;
-    case ncclUint8:
-      red((uint8_t*)a, (const uint8_t*)b, n, op);
-      break;
-    case ncclBfloat16:
-      for (size_t i = 0; i < n; ++i) {
-        float x = bf(((uint16_t*)a)[i]), y = bf(((const uint16_t*)b)[i]);
-        red(&x, &y, 1, op);
-        uint32_t u;
-        memcpy(&u, &x, 4);
-        ((uint16_t*)a)[i] = u >> 16;
-      }
-      break;
-    default:
-      break;
+    if (op == ncclAvg) value = T(value / static_cast<T>(static_cast<float>(parts.size())));
+    if (premultiplied.count(op)) value = T(value * premultiplied[op]);
+    result[i] = value;
   }
-}
-void avg(char* a, size_t n, ncclDataType_t t, int k) {
-  if (t == ncclFloat32)
-    for (size_t i = 0; i < n; ++i) ((float*)a)[i] /= k;
-  if (t == ncclFloat64)
-    for (size_t i = 0; i < n; ++i) ((double*)a)[i] /= k;
-}
-std::string nm(const ncclComm* c, long seq, int rank) {
-  return c->id + "." + std::to_string(seq) + "." + std::to_string(rank);
 }
 
-ncclResult_t submit(Op op) {
-  if (group_depth) {
-    queue_.push_back(std::move(op));
-    return ncclSuccess;
+ncclResult_t reduce(void* into, const std::vector<const char*>& parts, size_t count, ncclDataType_t type, int op) {
+  switch (type) {
+    case ncclInt8: reduce_as<int8_t>(into, parts, count, op); break;
+    case ncclUint8: reduce_as<uint8_t>(into, parts, count, op); break;
+    case ncclInt32: reduce_as<int32_t>(into, parts, count, op); break;
+    case ncclUint32: reduce_as<uint32_t>(into, parts, count, op); break;
+    case ncclInt64: reduce_as<int64_t>(into, parts, count, op); break;
+    case ncclUint64: reduce_as<uint64_t>(into, parts, count, op); break;
+    case ncclFloat32: reduce_as<float>(into, parts, count, op); break;
+    case ncclFloat64: reduce_as<double>(into, parts, count, op); break;
+    case ncclBfloat16: reduce_as<BFloat16>(into, parts, count, op); break;
+    default: return ncclInvalidArgument;
   }
-  group_err = ncclSuccess;
-  op.post();
-  op.done();
-  return group_err;
-}
-// Every rank contributes `bytes` and then sees everyone's contribution.
-ncclResult_t exchange(ncclComm* c, const void* src, size_t bytes,
-                      std::function<void(std::vector<std::vector<char>>&)> fin) {
-  if (c->suspended) return ncclInvalidUsage;
-  if (c->aborted) return ncclInvalidUsage;
-  long seq = c->seq++;
-  return submit({[=] { put(nm(c, seq, c->rank), src, bytes); },
-                 [=] {
-                   std::vector<std::vector<char>> all(c->n);
-                   for (int r = 0; r < c->n; ++r)
-                     if (!get(nm(c, seq, r), all[r], c)) {
-                       group_err = ncclSystemError;
-                       return;
-                     }
-                   fin(all);
-                   if (seq) drop(nm(c, seq - 1, c->rank));
-                 }});
-}
-void born(ncclComm* c) {
-  c->dyn = (size_t)setting("SIMGPU_COMM_DYN_MB", 256) << 20;
-  c->persist = (size_t)setting("SIMGPU_COMM_PERSIST_MB", 64) << 20;
-  if (c->n == 1) c->dyn = 0;
-  simgpu::take(c->dev, c->dyn + c->persist);
-  comm_bytes += c->dyn + c->persist;
-  ++live;
-  ++created;
-  std::this_thread::sleep_for(std::chrono::milliseconds(setting("SIMGPU_INIT_MS", 0)));
-}
-void dead(ncclComm* c) {
-  size_t b = (c->suspended ? 0 : c->dyn) + c->persist;
-  simgpu::give_back(c->dev, b);
-  comm_bytes -= b;
-  --live;
-  ++destroyed;
-}
-bool meet(ncclComm* c, const char* what, double limit = 0) {
-  put(c->id + "." + what + "." + std::to_string(c->rank), "", 0);
-  std::vector<char> b;
-  for (int r = 0; r < c->n; ++r)
-    if (!get(c->id + "." + what + "." + std::to_string(r), b, nullptr, limit)) return false;
-  return true;
-}
-ncclResult_t init(ncclComm_t* out, int n, const std::string& id, int rank) {
-  simgpu::touch_current_device();
-  if (goes_wrong("init")) return ncclSystemError;
-  auto* c = new ncclComm;
-  c->id = id;
-  c->rank = rank;
-  c->n = n;
-  c->dev = simgpu::current_device();
-  if (!meet(c, "init")) {
-    delete c;
-    return ncclSystemError;
-  }
-  born(c);
-  *out = c;
   return ncclSuccess;
 }
+
+// --------------------------------------------------------------------------------------------- calls on a stream
+
+// What a rank has to say in a collective, and what it does once it has heard the others.
+struct Call {
+  std::function<void()> say;
+  std::function<ncclResult_t()> hear;
+};
+thread_local int group_depth = 0;
+thread_local std::vector<Call> grouped;
+
+ncclResult_t make(const std::vector<Call>& calls) {
+  for (auto& call : calls) call.say();
+  ncclResult_t result = ncclSuccess;
+  for (auto& call : calls) {
+    ncclResult_t own = call.hear();
+    if (own != ncclSuccess) result = own;
+  }
+  return result;
+}
+
+bool usable(const ncclComm* comm) {
+  if (comm && !comm->gone && !comm->aborted && !comm->suspended) return true;
+  ++misused;
+  fprintf(stderr, "simgpu: a communicator was used that is %s\n", comm && comm->suspended ? "suspended" : "gone");
+  return false;
+}
+
+// Makes a call now, at the end of the group that is open, or at every launch of the graph that is being captured.
+ncclResult_t on_stream(ncclComm* comm, cudaStream_t stream, const char* kind, std::function<Call()> prepare) {
+  if (!usable(comm)) return ncclInvalidUsage;
+  if (goes_wrong(kind)) return ncclSystemError;
+  simgpu::use(comm->device);
+  simgpu::use(current_device());
+  comm->priority = simgpu::priority_of(stream);
+  if (Captured* captured = simgpu::capture_of(stream)) {
+    ++comm->captured;
+    captured->calls.push_back([=] {
+      if (usable(comm)) make({prepare()});
+    });
+    captured->when_gone.push_back([=] { --comm->captured; });
+    return ncclSuccess;
+  }
+  comm->busy_until = simgpu::work_on(stream);
+  Call call = prepare();
+  if (!group_depth) return make({call});
+  grouped.push_back(call);
+  return ncclSuccess;
+}
+
+using Parts = std::vector<std::vector<char>>;
+
+// Every rank contributes bytes, and then sees what everyone contributed.
+ncclResult_t collective(ncclComm* comm, cudaStream_t stream, const void* from, size_t bytes,
+                        std::function<ncclResult_t(Parts&)> finish) {
+  return on_stream(comm, stream, "collective", [=] {
+    long number = comm->collectives++;
+    auto name = [=](long which, int rank) {
+      return comm->id + "." + std::to_string(which) + "." + std::to_string(rank);
+    };
+    Call call;
+    call.say = [=] { put(name(number, comm->rank), from, bytes); };
+    call.hear = [=] {
+      Parts parts(comm->size);
+      for (int rank = 0; rank < comm->size; ++rank)
+        if (!get(name(number, rank), parts[rank], comm)) return ncclSystemError;
+      if (number) drop(name(number - 1, comm->rank));  // all have read it: they have come to this one
+      return finish(parts);
+    };
+    return call;
+  });
+}
+
+std::vector<const char*> pointers(const Parts& parts, size_t offset = 0) {
+  std::vector<const char*> result;
+  for (auto& part : parts) result.push_back(part.data() + offset);
+  return result;
+}
+
+std::string message_name(const ncclComm* comm, int from, int to, long number) {
+  return comm->id + ".p" + std::to_string(from) + "-" + std::to_string(to) + "." + std::to_string(number);
+}
+
+// ------------------------------------------------------------------------------------------------------- lifetime
+
+std::string json_of(const ncclConfig_t* config) {
+  if (!config) return "null";
+  std::ostringstream out;
+  auto text = [](const char* value) { return value ? "\"" + std::string(value) + "\"" : std::string("null"); };
+  auto number = [](int value) { return value == NCCL_CONFIG_UNDEF_INT ? "null" : std::to_string(value); };
+  out << "{\"blocking\": " << number(config->blocking) << ", \"cga_cluster_size\": " << number(config->cgaClusterSize)
+      << ", \"min_ctas\": " << number(config->minCTAs) << ", \"max_ctas\": " << number(config->maxCTAs)
+      << ", \"split_share\": " << number(config->splitShare) << ", \"net_name\": " << text(config->netName) << "}";
+  return out.str();
+}
+
+// Gives a communicator its memory, and counts it. Deletes it if there is no memory.
+ncclResult_t bring_up(ncclComm* comm, const ncclConfig_t* config, const char* how, ncclComm_t* out) {
+  simgpu::use(current_device());
+  comm->device = current_device();
+  comm->config = json_of(config);
+  comm->persistent = static_cast<size_t>(setting("SIMGPU_COMM_PERSIST_MB", 64)) << 20;
+  if (comm->size > 1) comm->suspendable = static_cast<size_t>(setting("SIMGPU_COMM_DYN_MB", 256)) << 20;
+  std::this_thread::sleep_for(std::chrono::milliseconds(setting("SIMGPU_INIT_MS", 0)));
+  if (!simgpu::take(comm->device, comm->suspendable + comm->persistent)) {
+    delete comm;
+    return ncclUnhandledCudaError;
+  }
+  simgpu::log(how, comm->id, comm->rank, comm->size, comm->device);
+  ++created;
+  std::lock_guard<std::mutex> guard(mutex_);
+  alive.insert(*out = comm);
+  return ncclSuccess;
+}
+
+ncclResult_t init(ncclComm_t* out, int size, const char* id, int rank, const ncclConfig_t* config) {
+  simgpu::use(current_device());
+  if (goes_wrong("init")) return ncclSystemError;
+  auto* comm = new ncclComm;
+  comm->id = id;
+  comm->rank = rank;
+  comm->size = size;
+  if (meet(*comm, "init")) return bring_up(comm, config, "init", out);
+  delete comm;
+  return ncclSystemError;
+}
+
+// Takes a communicator down. The object stays, so that whoever uses it later is found out.
+ncclResult_t take_down(ncclComm* comm, const char* how) {
+  if (!comm || comm->gone) {
+    ++misused;
+    return ncclInvalidArgument;
+  }
+  // NCCL makes the communicator's device current, and then again the one that was.
+  simgpu::use(comm->device);
+  simgpu::use(current_device());
+  if (goes_wrong(how)) return ncclSystemError;
+  // NCCL waits, without end, until no CUDA graph has captured any of its collectives.
+  auto deadline = Clock::now() + std::chrono::seconds(setting("SIMGPU_TIMEOUT", 60));
+  while (comm->captured > 0 && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  if (comm->captured > 0) return ncclSystemError;
+  if (setting("SIMGPU_DESTROY_MEETS", 0) && !meet(*comm, "bye", setting("SIMGPU_DESTROY_TIMEOUT", 20))) {
+    fprintf(stderr, "simgpu: %s of %s hung\n", how, comm->id.c_str());
+    _exit(66);
+  }
+  simgpu::give_back(comm->device, (comm->suspended ? 0 : comm->suspendable) + comm->persistent);
+  comm->gone = true;
+  ++destroyed;
+  simgpu::log(how, comm->id, comm->rank, comm->size, comm->device);
+  std::lock_guard<std::mutex> guard(mutex_);
+  alive.erase(comm);
+  return ncclSuccess;
+}
+
+bool can_suspend() { return setting("SIMGPU_NCCL_VERSION", 23007) >= 22907; }
+
+// Memory may be registered with a suspended communicator: NCCL only writes it down.
+bool there(const ncclComm* comm) {
+  if (comm && !comm->gone) return true;
+  ++misused;
+  return false;
+}
+
+ncclResult_t register_with(ncclComm* comm, void** handle) {
+  if (!there(comm) || comm->aborted) return ncclInvalidUsage;
+  ++comm->registered;
+  *handle = comm;
+  return ncclSuccess;
+}
+
+ncclResult_t deregister_from(ncclComm* comm) {
+  if (!there(comm)) return ncclInvalidUsage;
+  --comm->registered;
+  return ncclSuccess;
+}
+
 }  // namespace
 
 extern "C" {
-// For tests, through ctypes.CDLL(None).
-void simgpu_fault(const char* call, int times, int delay_ms) {
-  std::lock_guard<std::mutex> guard(fault_mutex);
-  fault.call = call;
-  fault.times = times;
-  fault.delay_ms = delay_ms;
-}
-long simgpu_live_comms() { return live; }
+
+// ---------------------------------------------------------------------------------------- for tests, through ctypes
+
 long simgpu_created_comms() { return created; }
 long simgpu_destroyed_comms() { return destroyed; }
 long simgpu_suspends() { return suspends; }
 long simgpu_resumes() { return resumes; }
-size_t simgpu_comm_bytes() { return comm_bytes; }
+// Calls on communicators that are gone or suspended.
+long simgpu_misused() { return misused; }
+// Collectives that were not done when their communicator was aborted.
+long simgpu_killed() { return killed; }
+long simgpu_live_comms() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return alive.size();
+}
+size_t simgpu_comm_bytes() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  size_t bytes = 0;
+  for (auto* comm : alive) bytes += (comm->suspended ? 0 : comm->suspendable) + comm->persistent;
+  return bytes;
+}
+// The communicators that are alive, as JSON.
+const char* simgpu_communicators() {
+  static thread_local std::string result;
+  std::ostringstream out;
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (auto* comm : alive) {
+    out << (out.tellp() > 0 ? ", " : "") << "{\"id\": \"" << comm->id << "\", \"rank\": " << comm->rank
+        << ", \"size\": " << comm->size << ", \"device\": " << comm->device << ", \"made_on\": " << comm->made_on
+        << ", \"priority\": " << comm->priority << ", \"registered\": " << comm->registered
+        << ", \"collectives\": " << comm->collectives << ", \"config\": " << comm->config << "}";
+  }
+  result = "[" + out.str() + "]";
+  return result.c_str();
+}
 
-ncclResult_t ncclGetVersion(int* v) {
-  *v = setting("SIMGPU_NCCL_VERSION", 23007);
+// ---------------------------------------------------------------------------------------------------- communicators
+
+ncclResult_t ncclGetVersion(int* version) {
+  *version = setting("SIMGPU_NCCL_VERSION", 23007);
   return ncclSuccess;
 }
-ncclResult_t ncclGetUniqueId(ncclUniqueId* u) {
-  std::random_device rd;
-  memset(u, 0, sizeof *u);
-  snprintf(u->internal, sizeof u->internal, "c%08x%08x", rd(), rd());
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  std::random_device random;
+  memset(id, 0, sizeof *id);
+  snprintf(id->internal, sizeof id->internal, "c%08x%08x", random(), random());
   return ncclSuccess;
 }
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId u, int r, ncclConfig_t*) {
-  return init(c, n, u.internal, r);
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  return init(comm, size, id.internal, rank, config);
 }
-ncclResult_t ncclCommInitRank(ncclComm_t* c, int n, ncclUniqueId u, int r) { return init(c, n, u.internal, r); }
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* c, int n, int r, int, ncclUniqueId* u, ncclConfig_t*) {
-  return init(c, n, u->internal, r);
+ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
+  return init(comm, size, id.internal, rank, nullptr);
+}
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int, ncclUniqueId* id,
+                                      ncclConfig_t* config) {
+  return init(comm, size, id->internal, rank, config);
 }
 ncclResult_t ncclCommInitAll(ncclComm_t*, int, const int*) { return ncclInvalidUsage; }
-ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* out, ncclConfig_t*) {
-  int me[2] = {color, key};
-  long k = c->splits++;
-  std::string base = c->id + ".s" + std::to_string(k);
-  put(base + "." + std::to_string(c->rank), me, sizeof me);
-  std::vector<std::pair<int, int>> in;
-  std::vector<char> b;
-  for (int r = 0; r < c->n; ++r) {
-    if (!get(base + "." + std::to_string(r), b, c)) return ncclSystemError;
-    int* v = (int*)b.data();
-    if (v[0] == color) in.push_back({v[1], r});
+ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* out, ncclConfig_t* config) {
+  if (!usable(parent)) return ncclInvalidUsage;
+  if (goes_wrong("split")) return ncclSystemError;
+  int mine[2] = {color, key};
+  std::string base = parent->id + ".s" + std::to_string(parent->splits++);
+  put(base + "." + std::to_string(parent->rank), mine, sizeof mine);
+  std::vector<std::pair<int, int>> members;  // key, rank in the parent
+  for (int rank = 0; rank < parent->size; ++rank) {
+    std::vector<char> bytes;
+    if (!get(base + "." + std::to_string(rank), bytes, parent)) return ncclSystemError;
+    const int* theirs = reinterpret_cast<const int*>(bytes.data());
+    if (theirs[0] == color) members.push_back({theirs[1], rank});
   }
-  if (color == NCCL_SPLIT_NOCOLOR) {
-    *out = nullptr;
-    return ncclSuccess;
-  }
-  std::sort(in.begin(), in.end());
-  auto* s = new ncclComm;
-  s->id = base + "x" + std::to_string(color);
-  s->n = in.size();
-  s->dev = simgpu::current_device();
-  for (size_t i = 0; i < in.size(); ++i)
-    if (in[i].second == c->rank) s->rank = i;
-  born(s);
-  *out = s;
+  *out = nullptr;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  std::sort(members.begin(), members.end());
+  auto* comm = new ncclComm;
+  comm->id = base + "x" + std::to_string(color);
+  comm->size = members.size();
+  for (size_t rank = 0; rank < members.size(); ++rank)
+    if (members[rank].second == parent->rank) comm->rank = rank;
+  return bring_up(comm, config, "split", out);
+}
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  if (!usable(comm)) return ncclInvalidUsage;
+  if (goes_wrong("finalize")) return ncclSystemError;
+  std::this_thread::sleep_until(comm->busy_until);
   return ncclSuccess;
 }
-ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
-ncclResult_t ncclCommDestroy(ncclComm_t c) {
-  simgpu::touch_current_device();
-  if (goes_wrong("destroy")) return ncclSystemError;
-  // NCCL's own destroy is an intra-node rendezvous: SIMGPU_DESTROY_MEETS=1 keeps that.
-  if (setting("SIMGPU_DESTROY_MEETS", 0) && !meet(c, "bye", setting("SIMGPU_DESTROY_TIMEOUT", 20))) {
-    fprintf(stderr, "simgpu: destroy of %s hung\n", c->id.c_str());
-    _exit(66);
-  }
-  dead(c);
+ncclResult_t ncclCommDestroy(ncclComm_t comm) { return take_down(comm, "destroy"); }
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  if (comm && Clock::now() < comm->busy_until) ++killed;
+  ncclResult_t result = take_down(comm, "abort");
+  if (comm) comm->aborted = true;
+  return result;
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
+  *error = ncclSuccess;
   return ncclSuccess;
 }
-ncclResult_t ncclCommAbort(ncclComm_t c) {
-  simgpu::touch_current_device();
-  if (goes_wrong("abort")) return ncclSystemError;
-  if (setting("SIMGPU_DESTROY_MEETS", 0) && !meet(c, "bye", setting("SIMGPU_DESTROY_TIMEOUT", 20))) {
-    fprintf(stderr, "simgpu: abort of %s hung\n", c->id.c_str());
-    _exit(66);
-  }
-  c->aborted = true;
-  dead(c);
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* size) {
+  *size = comm->size;
   return ncclSuccess;
 }
-ncclResult_t ncclCommRevoke(ncclComm_t, int) { return ncclSuccess; }
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  *rank = comm->rank;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
+  *device = comm->device;
+  return ncclSuccess;
+}
+const char* ncclGetErrorString(ncclResult_t result) {
+  return result == ncclUnhandledCudaError ? "unhandled cuda error" : result ? "simgpu nccl error" : "no error";
+}
+const char* ncclGetLastError(ncclComm_t) { return ""; }
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 7)
-ncclResult_t ncclCommSuspend(ncclComm_t c, int) {
-  if (c->suspended) return ncclInvalidUsage;
-  c->suspended = true;
+// As NCCL's own, both are a rendezvous of the communicator's ranks; a rank that fails does so before it.
+ncclResult_t ncclCommSuspend(ncclComm_t comm, int) {
+  if (!usable(comm) || !can_suspend()) return ncclInvalidUsage;
+  if (goes_wrong("suspend")) return ncclSystemError;
+  if (!meet(*comm, "suspend" + std::to_string(comm->suspensions))) return ncclSystemError;
+  comm->suspended = true;
   ++suspends;
-  comm_bytes -= c->dyn;
-  simgpu::give_back(c->dev, c->dyn);
+  simgpu::give_back(comm->device, comm->suspendable);
+  simgpu::log("suspend", comm->id, comm->rank, comm->size, comm->device);
   return ncclSuccess;
 }
-ncclResult_t ncclCommResume(ncclComm_t c) {
-  if (!c->suspended) return ncclInvalidUsage;
-  c->suspended = false;
+ncclResult_t ncclCommResume(ncclComm_t comm) {
+  if (!comm->suspended) return ncclInvalidUsage;
+  if (goes_wrong("resume")) return ncclSystemError;
+  if (!simgpu::take(comm->device, comm->suspendable)) return ncclUnhandledCudaError;
+  comm->suspended = false;
+  if (!meet(*comm, "resume" + std::to_string(comm->suspensions++))) return ncclSystemError;
   ++resumes;
-  comm_bytes += c->dyn;
-  simgpu::take(c->dev, c->dyn);
+  simgpu::log("resume", comm->id, comm->rank, comm->size, comm->device);
   return ncclSuccess;
 }
-ncclResult_t ncclCommMemStats(ncclComm_t c, ncclCommMemStat_t s, uint64_t* v) {
-  *v = s == ncclStatGpuMemSuspend     ? c->dyn
-       : s == ncclStatGpuMemSuspended ? c->suspended
-       : s == ncclStatGpuMemPersist   ? c->persist
-                                      : c->dyn + c->persist;
+ncclResult_t ncclCommMemStats(ncclComm_t comm, ncclCommMemStat_t which, uint64_t* value) {
+  if (!can_suspend()) return ncclInvalidUsage;
+  *value = which == ncclStatGpuMemSuspend     ? comm->suspendable
+           : which == ncclStatGpuMemSuspended ? comm->suspended
+           : which == ncclStatGpuMemPersist   ? comm->persistent
+                                              : comm->suspendable + comm->persistent;
   return ncclSuccess;
 }
 #endif
-ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* e) {
-  *e = ncclSuccess;
+
+// ----------------------------------------------------------------------------------------------------------- memory
+
+ncclResult_t ncclMemAlloc(void** at, size_t bytes) {
+  return cudaMalloc(at, bytes) ? ncclUnhandledCudaError : ncclSuccess;
+}
+ncclResult_t ncclMemFree(void* at) {
+  cudaFree(at);
   return ncclSuccess;
 }
-ncclResult_t ncclCommCount(const ncclComm_t c, int* n) {
-  *n = c->n;
-  return ncclSuccess;
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void*, size_t, void** handle) {
+  return register_with(comm, handle);
 }
-ncclResult_t ncclCommUserRank(const ncclComm_t c, int* r) {
-  *r = c->rank;
-  return ncclSuccess;
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void*) { return deregister_from(comm); }
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void*, size_t, ncclWindow_t* window, int) {
+  return register_with(comm, reinterpret_cast<void**>(window));
 }
-const char* ncclGetErrorString(ncclResult_t r) { return r ? "simgpu nccl error" : "no error"; }
-const char* ncclGetLastError(ncclComm_t) { return ""; }
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t) { return deregister_from(comm); }
+
+// ------------------------------------------------------------------------------------------------------ collectives
+
 ncclResult_t ncclGroupStart() {
   ++group_depth;
   return ncclSuccess;
 }
 ncclResult_t ncclGroupEnd() {
   if (--group_depth) return ncclSuccess;
-  group_err = ncclSuccess;
-  auto q = std::move(queue_);
-  queue_.clear();
-  for (auto& o : q) o.post();
-  for (auto& o : q) o.done();
-  return group_err;
+  auto calls = std::move(grouped);
+  grouped.clear();
+  return make(calls);
 }
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) { return ncclSuccess; }
-ncclResult_t ncclAllReduce(const void* s, void* d, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
-                           cudaStream_t) {
-  return exchange(c, s, n * esize(t), [=](auto& all) {
-    std::vector<char> a = all[0];
-    for (int r = 1; r < c->n; ++r) reduce(a.data(), all[r].data(), n, t, op);
-    if (op == ncclAvg) avg(a.data(), n, t, c->n);
-    memcpy(d, a.data(), a.size());
+
+ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, stream, from, count * size_of(type),
+                    [=](Parts& parts) { return reduce(to, pointers(parts), count, type, op); });
+}
+ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, stream, from, count * size_of(type), [=](Parts& parts) {
+    return comm->rank == root ? reduce(to, pointers(parts), count, type, op) : ncclSuccess;
   });
 }
-ncclResult_t ncclReduce(const void* s, void* d, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c,
-                        cudaStream_t st) {
-  return exchange(c, s, n * esize(t), [=](auto& all) {
-    if (c->rank != root) return;
-    std::vector<char> a = all[0];
-    for (int r = 1; r < c->n; ++r) reduce(a.data(), all[r].data(), n, t, op);
-    if (op == ncclAvg) avg(a.data(), n, t, c->n);
-    memcpy(d, a.data(), a.size());
+ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream) {
+  size_t bytes = count * size_of(type);
+  return collective(comm, stream, from, bytes * comm->size, [=](Parts& parts) {
+    return reduce(to, pointers(parts, bytes * comm->rank), count, type, op);
   });
 }
-ncclResult_t ncclBroadcast(const void* s, void* d, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t) {
-  return exchange(c, s, c->rank == root ? n * esize(t) : 0,
-                  [=](auto& all) { memcpy(d, all[root].data(), all[root].size()); });
-}
-ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t st) {
-  return ncclBroadcast(b, b, n, t, root, c, st);
-}
-ncclResult_t ncclAllGather(const void* s, void* d, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t) {
-  return exchange(c, s, n * esize(t), [=](auto& all) {
-    size_t b = n * esize(t);
-    for (int r = 0; r < c->n; ++r) memcpy((char*)d + r * b, all[r].data(), b);
+ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                           cudaStream_t stream) {
+  size_t bytes = comm->rank == root ? count * size_of(type) : 0;
+  return collective(comm, stream, from, bytes, [=](Parts& parts) {
+    memcpy(to, parts[root].data(), parts[root].size());
+    return ncclSuccess;
   });
 }
-ncclResult_t ncclGather(const void* s, void* d, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t) {
-  return exchange(c, s, n * esize(t), [=](auto& all) {
-    if (c->rank == root)
-      for (int r = 0; r < c->n; ++r) memcpy((char*)d + r * n * esize(t), all[r].data(), n * esize(t));
+ncclResult_t ncclBcast(void* at, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+  return ncclBroadcast(at, at, count, type, root, comm, stream);
+}
+ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t comm,
+                           cudaStream_t stream) {
+  size_t bytes = count * size_of(type);
+  return collective(comm, stream, from, bytes, [=](Parts& parts) {
+    for (int rank = 0; rank < comm->size; ++rank) memcpy(static_cast<char*>(to) + rank * bytes, parts[rank].data(), bytes);
+    return ncclSuccess;
   });
 }
-ncclResult_t ncclReduceScatter(const void* s, void* d, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
-                               cudaStream_t) {
-  return exchange(c, s, n * c->n * esize(t), [=](auto& all) {
-    size_t b = n * esize(t), o = c->rank * b;
-    std::vector<char> a(all[0].begin() + o, all[0].begin() + o + b);
-    for (int r = 1; r < c->n; ++r) reduce(a.data(), all[r].data() + o, n, t, op);
-    if (op == ncclAvg) avg(a.data(), n, t, c->n);
-    memcpy(d, a.data(), b);
+ncclResult_t ncclGather(const void* from, void* to, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                        cudaStream_t stream) {
+  size_t bytes = count * size_of(type);
+  return collective(comm, stream, from, bytes, [=](Parts& parts) {
+    for (int rank = 0; rank < comm->size && comm->rank == root; ++rank)
+      memcpy(static_cast<char*>(to) + rank * bytes, parts[rank].data(), bytes);
+    return ncclSuccess;
   });
 }
-ncclResult_t ncclAlltoAll(const void* s, void* d, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t) {
-  return exchange(c, s, n * c->n * esize(t), [=](auto& all) {
-    size_t b = n * esize(t);
-    for (int r = 0; r < c->n; ++r) memcpy((char*)d + r * b, all[r].data() + c->rank * b, b);
+ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t comm,
+                          cudaStream_t stream) {
+  size_t bytes = count * size_of(type);
+  return collective(comm, stream, from, bytes * comm->size, [=](Parts& parts) {
+    for (int rank = 0; rank < comm->size; ++rank)
+      memcpy(static_cast<char*>(to) + rank * bytes, parts[rank].data() + comm->rank * bytes, bytes);
+    return ncclSuccess;
   });
 }
-ncclResult_t ncclSend(const void* s, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t) {
-  if (c->suspended || c->aborted) return ncclInvalidUsage;
-  std::string f =
-      c->id + ".p" + std::to_string(c->rank) + "-" + std::to_string(peer) + "." + std::to_string(c->sendseq[peer]++);
-  return submit({[=] { put(f, s, n * esize(t)); }, [] {}});
+ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  return on_stream(comm, stream, "send", [=] {
+    std::string name = message_name(comm, comm->rank, peer, comm->sent[peer]++);
+    return Call{[=] { put(name, from, count * size_of(type)); }, [] { return ncclSuccess; }};
+  });
 }
-ncclResult_t ncclRecv(void* d, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t) {
-  if (c->suspended || c->aborted) return ncclInvalidUsage;
-  std::string f =
-      c->id + ".p" + std::to_string(peer) + "-" + std::to_string(c->rank) + "." + std::to_string(c->recvseq[peer]++);
-  return submit({[] {},
-                 [=] {
-                   std::vector<char> b;
-                   if (!get(f, b, c)) {
-                     group_err = ncclSystemError;
-                     return;
-                   }
-                   memcpy(d, b.data(), std::min(b.size(), n * esize(t)));
-                   drop(f);
-                 }});
+ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  return on_stream(comm, stream, "recv", [=] {
+    std::string name = message_name(comm, peer, comm->rank, comm->received[peer]++);
+    return Call{[] {}, [=] {
+                  std::vector<char> bytes;
+                  if (!get(name, bytes, comm)) return ncclSystemError;
+                  memcpy(to, bytes.data(), std::min(bytes.size(), count * size_of(type)));
+                  drop(name);
+                  return ncclSuccess;
+                }};
+  });
 }
-ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* o, void*, ncclDataType_t, ncclScalarResidence_t, ncclComm_t) {
-  *o = ncclSum;
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t type, ncclScalarResidence_t,
+                                      ncclComm_t) {
+  double factor = type == ncclFloat64    ? *static_cast<double*>(scalar)
+                  : type == ncclFloat32  ? *static_cast<float*>(scalar)
+                  : type == ncclBfloat16 ? static_cast<float>(*static_cast<BFloat16*>(scalar))
+                                         : 0;
+  if (factor == 0) return ncclInvalidArgument;
+  static int next = ncclNumOps;
+  premultiplied[next] = factor;
+  *op = static_cast<ncclRedOp_t>(next++);
   return ncclSuccess;
 }
-ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
-ncclResult_t ncclMemAlloc(void** p, size_t n) { return cudaMalloc(p, n) ? ncclSystemError : ncclSuccess; }
-ncclResult_t ncclMemFree(void* p) {
-  cudaFree(p);
+ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t) {
+  premultiplied.erase(op);
   return ncclSuccess;
 }
-ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** h) {
-  *h = nullptr;
-  return ncclSuccess;
+
+// --------------------------------------------------------- what torch links, and nothing under test calls: refused
+ncclResult_t ncclCommRevoke(ncclComm_t, int) { return ncclInvalidUsage; }
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+ncclResult_t ncclCommShrink(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) { return ncclInvalidUsage; }
+#endif
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 0)
+ncclResult_t ncclCommGrow(ncclComm_t, int, const ncclUniqueId*, int, ncclComm_t*, ncclConfig_t*) {
+  return ncclInvalidUsage;
 }
-ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
-}
+ncclResult_t ncclCommGetUniqueId(ncclComm_t, ncclUniqueId*) { return ncclInvalidUsage; }
+#endif
+
+}  // extern "C"

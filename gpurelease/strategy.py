@@ -1,0 +1,108 @@
+"""What every strategy has to do with the groups' backends, and the part that is the same for all.
+
+Nothing here raises: what fails is returned in words, for all ranks to hear at the next roll call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from gpurelease import torch_internals
+from gpurelease.groups import ReleasableGroup
+from gpurelease.report import Transition
+from gpurelease.torch_internals import Backend
+
+# Ending or suspending a communicator may wait until its other members do the same. All ranks start in one order, by
+# key, so with any number of threads the first group that is not done is being worked on by all its members.
+THREADS = 32
+
+Problems = list[str]
+
+
+class Backends(NamedTuple):
+    """A group with backends that are not on its table: old ones on their way out, or those on their way in."""
+
+    group: ReleasableGroup
+    backends: list[Backend]
+
+
+class Strategy(ABC):
+    """How communicators give their memory back, during one release and the restore after it, on one rank.
+
+    Attributes:
+        name: What users call it.
+        step: What the release's main step is called in reports.
+    """
+
+    name: str
+    step: str
+
+    @abstractmethod
+    def release(self, taken: list[Backends], limit: timedelta) -> Problems:
+        """Have all backends give their memory back. All ranks must call.
+
+        Args:
+            taken: What was taken off the tables, in the order that all ranks have. It is emptied.
+            limit: Longest wait for other ranks, in all.
+        """
+
+    @abstractmethod
+    def restore(
+        self, groups: Sequence[ReleasableGroup], prefix: str, limit: timedelta, transition: Transition
+    ) -> tuple[list[Backends], Problems]:
+        """Return backends that work, for all groups, or up to the first that failed. All ranks must call.
+
+        Args:
+            groups: Those of the released groups that nobody has destroyed meanwhile, in the order that all ranks have.
+            prefix: Prefix of the keys over which members meet, new for every time.
+            limit: Longest wait for other ranks, for one group.
+            transition: Where the seconds are written down.
+        """
+
+    @abstractmethod
+    def give_up(self, built: list[Backends], limit: timedelta) -> Strategy:
+        """Drop all backends after a failure on any rank, and return how to go on from there. All ranks must call."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Hear that all backends are on the tables again, on all ranks."""
+
+
+def take_off(groups: Sequence[ReleasableGroup]) -> tuple[list[Backends], Problems]:
+    """Put placeholders on all groups' tables, once all that was queued on their devices is done."""
+    taken: list[Backends] = []
+    problems: Problems = []
+    try:
+        torch_internals.drain(group.device for group in groups)
+    except Exception as error:
+        problems.append(f"waiting for the device: {error}")
+    for group in groups:
+        try:
+            taken.append(Backends(group, group.take_off()))
+        except Exception as error:
+            problems.append(f"taking {group} off its table: {error}")
+    return taken, problems
+
+
+def put_on(ready: Sequence[Backends]) -> None:
+    """Put backends that work on all groups' tables."""
+    for group, backends in ready:
+        group.put_on(backends)
+
+
+def empty_cache() -> Problems:
+    """Give what torch's allocator holds in reserve back to the device."""
+    try:
+        torch_internals.empty_cache()
+    except Exception as error:
+        return [f"emptying the cache: {error}"]
+    return []
+
+
+def memory_left(group: ReleasableGroup) -> str:
+    """Return how much is free on ``group``'s device, for the text of an error."""
+    free = torch_internals.free_bytes(group.device)
+    return "" if free is None else f" ({free / 2**30:.2f} GiB were free on {group.device})"

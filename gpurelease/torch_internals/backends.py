@@ -1,0 +1,227 @@
+"""What a backend can be asked and told, of whatever kind it is, and how one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
+
+from gpurelease.torch_internals import nccl
+from gpurelease.torch_internals.devices import on_device
+from gpurelease.torch_internals.extension import backend_table
+
+Backend = Any  # torch._C._distributed_c10d.Backend, or a Python subclass of it
+
+DEFAULT_TIMEOUT = distributed_c10d.default_pg_timeout  # 2.11 to 2.15
+
+
+def unwrap(backend: Backend) -> Backend:
+    """Look through the wrapper that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` puts around each backend."""
+    while hasattr(backend, "wrapped_pg"):  # _ProcessGroupWrapper, 2.11 to 2.15
+        backend = backend.wrapped_pg
+    return backend
+
+
+def wrap(backend: Backend, store: Store, group_name: str, timeout: timedelta | None) -> Backend:
+    """Put DETAIL's wrapper around ``backend``. All members of the group must call: it makes a Gloo mesh."""
+    return distributed_c10d._create_process_group_wrapper(  # 2.11 to 2.15
+        wrapped_pg=backend,
+        store_prefix=group_name,
+        store=store,
+        rank=backend.rank(),
+        world_size=backend.size(),
+        timeout=timeout or DEFAULT_TIMEOUT,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- asked
+
+
+def options_of(backend: Backend) -> Any | None:
+    """Return the options that ``backend`` was made with and ``set_timeout`` has kept current, or None."""
+    try:
+        return backend.options
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def timeout_of(backend: Backend) -> timedelta | None:
+    """Return ``backend``'s time-out, or None if it does not tell."""
+    return getattr(options_of(unwrap(backend)), "_timeout", None)  # 2.11 to 2.15
+
+
+def is_connected(backend: Backend) -> bool:
+    """Return whether ``backend`` holds a communicator of all its members, and not only the means to make one."""
+    backend = unwrap(backend)
+    if nccl.is_nccl(backend):
+        return nccl.is_connected_nccl(backend)
+    is_initialized = getattr(backend, "_is_initialized", None)  # ProcessGroupXCCL, 2.11 to 2.15
+    return True if is_initialized is None else bool(is_initialized())
+
+
+def memory_of(backend: Backend) -> tuple[int, int] | None:
+    """Return the bytes that ``suspend`` would give back, and those that would stay, or None if it does not tell."""
+    try:
+        stats = unwrap(backend).memory_stats()  # 2.12 to 2.15
+        return stats["suspend"], stats["persist"]
+    except (AttributeError, KeyError, RuntimeError):
+        return None
+
+
+def why_not_suspended(backend: Backend) -> str:
+    """Return why ``backend`` cannot be suspended, or the empty string if it can, or has nothing to suspend.
+
+    It is asked for its memory, which comes from the same place: NCCL 2.29.7 and up, through torch 2.12 and up.
+    """
+    backend = unwrap(backend)
+    if not hasattr(backend, "suspend") or not hasattr(backend_table, "suspend"):
+        return f"torch {torch.__version__} cannot suspend backends: 2.12 is the first that can"
+    try:
+        if is_connected(backend):
+            backend.memory_stats()  # 2.12 to 2.15
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+# -------------------------------------------------------------------------------------------------------------- told
+
+
+def set_timeout(backend: Backend, timeout: timedelta) -> None:
+    """Set the time-out of ``backend``'s collectives."""
+    unwrap(backend).set_timeout(timeout)  # 2.11 to 2.15
+
+
+def shut_down(backend: Backend, device: torch.device | None) -> None:
+    """Shut ``backend`` down, with its own device current: NCCL would else touch device 0 (pytorch 159262)."""
+    inner = unwrap(backend)
+    with on_device(device):
+        if nccl.is_first_nccl(inner) and nccl.registers_all_memory():
+            inner.abort()  # the device is drained: there is nothing to lose
+        else:
+            inner.shutdown()
+    options: Any = options_of(inner)
+    if hasattr(options, "split_from"):  # ProcessGroupNCCL.Options, 2.11 to 2.15
+        options.split_from = None  # it would keep the parent's backend alive, and is never split from again
+
+
+def abort(backend: Backend, device: torch.device | None) -> None:
+    """End ``backend``'s communicators without asking their other members."""
+    with on_device(device):
+        unwrap(backend).abort()
+
+
+def suspend(backend: Backend, device: torch.device | None) -> None:
+    """Give back what memory ``backend``'s communicators can. All members must call: NCCL has them meet."""
+    with on_device(device):
+        backend_table.suspend(unwrap(backend))
+
+
+def resume(backend: Backend, device: torch.device | None) -> None:
+    """Take back the memory that ``suspend`` gave. All members must call: NCCL has them meet."""
+    with on_device(device):
+        backend_table.resume(unwrap(backend))
+
+
+# -------------------------------------------------------------------------------------------------------------- made
+
+
+@contextmanager
+def waiting_at_most(store: Store, limit: timedelta) -> Iterator[None]:
+    """Bound how long anybody waits for a key of ``store``: NCCL waits on it for the others, and holds it meanwhile."""
+    kept = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(limit)
+    try:
+        yield
+    finally:
+        store.set_timeout(kept)
+
+
+def new_nccl(kind: type, store: Store, rank: int, size: int, options: Any, device: torch.device | None) -> Backend:
+    """Return a new backend of one of torch's kinds of ProcessGroupNCCL.
+
+    Which kind a name means depends on the version and the environment, and ``split_group`` of a ProcessGroupNCCLLazy
+    gives a ProcessGroupNCCL2. So the kind is that of the old backend.
+
+    From 2.15 all but the first kind connect here, unless ``options.lazy_init``; they would else guess a device.
+    """
+    takes_device = hasattr(options, "lazy_init") and kind is not distributed_c10d.ProcessGroupNCCL  # from 2.15
+    with on_device(device):
+        backend = kind(store, rank, size, options, device) if takes_device else kind(store, rank, size, options)
+    _start_sequence(backend)
+    return backend
+
+
+def new_gloo(store: Store, rank: int, size: int, options: Any, limit: timedelta) -> Backend:
+    """Return a new ``ProcessGroupGloo``, connected to all members within ``limit``. All members must call."""
+    kept = options._timeout  # 2.11 to 2.15
+    options._timeout = limit
+    try:
+        backend = distributed_c10d.ProcessGroupGloo(store, rank, size, options)
+    finally:
+        options._timeout = kept
+    backend._set_default_timeout(kept)  # 2.11 to 2.15
+    _start_sequence(backend)
+    return backend
+
+
+def new_default_gloo(store: Store, rank: int, size: int, timeout: timedelta, limit: timedelta) -> Backend:
+    """Return a new ``ProcessGroupGloo`` as torch makes one for itself: on the interfaces of ``GLOO_SOCKET_IFNAME``, and
+    connecting at first use if ``TORCH_GLOO_LAZY_INIT`` says so. All ranks must call.
+
+    Args:
+        store: Where the ranks meet.
+        rank: This process's rank.
+        size: Number of ranks.
+        timeout: Time-out of its collectives.
+        limit: Longest wait for the other ranks here.
+    """
+    backend = distributed_c10d.ProcessGroupGloo(store, rank, size, limit)
+    backend._set_default_timeout(timeout)  # 2.11 to 2.15
+    _start_sequence(backend)
+    return backend
+
+
+def new_xccl(store: Store, rank: int, size: int, options: Any) -> Backend:
+    """Return a new ``ProcessGroupXCCL``, from the options of an old one: torch's own creator makes fresh ones."""
+    backend = distributed_c10d.ProcessGroupXCCL(store, rank, size, options)  # 2.11 to 2.15
+    _start_sequence(backend)
+    return backend
+
+
+def new_from_plugin(
+    name: str,
+    store: Store,
+    rank: int,
+    size: int,
+    ranks: Sequence[int],
+    group_name: str,
+    timeout: timedelta | None,
+    options: Any,
+) -> Backend:
+    """Return a new backend of the kind that ``Backend.register_backend`` registered as ``name``."""
+    plugin = dist.Backend._plugins[name.upper()]  # 2.11 to 2.15
+    timeout = timeout or DEFAULT_TIMEOUT
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    about = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]  # 2.11 to 2.15
+    about.store, about.group_rank, about.group_size = store, rank, size
+    about.timeout, about.group_id, about.global_ranks_in_group = timeout, group_name, list(ranks)
+    return plugin.creator_fn(about, options)
+
+
+def has_plugin(name: str) -> bool:
+    """Return whether ``Backend.register_backend`` was called with ``name``."""
+    return name.upper() in dist.Backend._plugins  # 2.11 to 2.15
+
+
+def _start_sequence(backend: Backend) -> None:
+    """Have ``backend`` count its collectives. From 2.14 torch does this itself, and warns when it is asked to."""
+    if torch.__version__ < torch.torch_version.TorchVersion("2.14"):
+        backend._set_sequence_number_for_group()
