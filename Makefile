@@ -11,6 +11,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_CUDA ?= torch==2.14.1
+MEGATRON ?= megatron-core==0.16.1
 VENV ?= .venv
 VENV_CUDA ?= .venv-nccl
 PIP = -m pip --disable-pip-version-check install --quiet
@@ -49,6 +50,7 @@ $(VENV)/ready: $(BUILT_FROM)
 $(VENV_CUDA)/ready:
 	$(PYTHON) -m venv $(VENV_CUDA)
 	$(VENV_CUDA)/bin/python $(PIP) '$(TORCH_CUDA)' setuptools wheel numpy pytest pytest-mock contextlib2
+	$(VENV_CUDA)/bin/python $(PIP) --no-deps $(MEGATRON)
 	touch $@
 
 clean:
