@@ -81,7 +81,7 @@ def run_ranks(
             elif process.exitcode != dies.get(rank, 0):
                 wrong.append(f"rank {rank} ended with exit code {process.exitcode}")
         if wrong:
-            words = [f"---- rank {rank} said:\n{(where / f'{rank}.out').read_text()}" for rank in range(size)]
+            words = [f"---- rank {rank} said:\n{_words(where, rank)}" for rank in range(size)]
             raise AssertionError("\n".join([*wrong, *words]))
         return results
 
@@ -134,6 +134,11 @@ def _run(
         code = 1
     # Not by way of the interpreter's end: a backend's thread may wait there for a rank that has failed.
     os._exit(code)
+
+
+def _words(where: Path, rank: int) -> str:
+    path = where / f"{rank}.out"
+    return path.read_text() if path.exists() else "nothing: it never began"
 
 
 def _result(where: Path, rank: int) -> Any:

@@ -13,7 +13,11 @@ def release(groups=None, **more):
 
 def test_a_group_is_released_if_all_its_members_would():
     verdict = on_release(
-        [release({"w": [3, 1, ""], "a": [2, 1, ""]}), release({"w": [3, 1, ""], "a": [2, 1, ""]}), release({"w": [3, 1, ""]})]
+        [
+            release({"w": [3, 1, ""], "a": [2, 1, ""]}),
+            release({"w": [3, 1, ""], "a": [2, 1, ""]}),
+            release({"w": [3, 1, ""]}),
+        ]
     )
     assert verdict == {
         "failures": {},
@@ -77,7 +81,7 @@ def test_a_problem_of_one_rank_is_everyone_s():
 def test_suspending_is_refused_with_the_reasons_of_the_ranks_that_cannot():
     able, unable = {"a": [3, 1, ""]}, {"a": [3, 1, "no"]}
     verdict = on_release([release(each, strategy="suspend") for each in (able, unable, unable)])
-    assert verdict["failures"] == {rank: "strategy='suspend' is not supported: no" for rank in (1, 2)}
+    assert verdict["failures"] == dict.fromkeys((1, 2), "strategy='suspend' is not supported: no")
 
 
 def test_auto_suspends_if_all_ranks_can_and_says_why_it_does_not():

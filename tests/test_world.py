@@ -7,13 +7,18 @@ import importlib.util
 import logging
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import gpurelease
 from gpurelease import (
+    Blueprint,
+    ReleaseFailed,
     ScopeMisuse,
     is_released,
     register_rebuilder,
@@ -125,6 +130,58 @@ def own_rebuilder(rank, size):
 
 def test_a_registered_rebuilder_is_used():
     assert run_ranks(own_rebuilder, size=2) == [[("posing", ("cpu",), rank, 2, (0, 1))] for rank in range(2)]
+
+
+class OutOfTree(dist.ProcessGroupGloo):
+    """A backend for a device that torch does not know: it holds memory until it is shut down."""
+
+    held: ClassVar[list[OutOfTree]] = []
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(store, rank, size, timeout)
+        self.held.append(self)
+
+    def shutdown(self):
+        self.held.remove(self)
+        super().shutdown()
+
+
+def out_of_tree(rank, size):
+    dist.Backend.register_backend("out-of-tree", OutOfTree, devices=["privateuseone"])
+    backend = "cpu:gloo,privateuseone:out-of-tree"
+    dist.init_process_group(backend, store=tcp_store(rank, size), rank=rank, world_size=size)
+    group = dist.new_group([0, 1])
+    gloo = backend_of(group)
+    for _ in range(3):
+        before = list(OutOfTree.held)
+        assert len(before) == 2
+        with released_world(timeout=20) as scope:
+            assert OutOfTree.held == []
+            assert [report.backend for report in scope.report.released] == [backend] * 2
+            assert total() == total(group) == 1
+        assert len(OutOfTree.held) == 2 and not set(map(id, before)) & set(map(id, OutOfTree.held))
+        assert backend_of(group, "privateuseone") is OutOfTree.held[1]
+        assert backend_of(group) is gloo
+    with pytest.raises(ReleaseFailed) as failure, released_world(strategy="suspend", timeout=20):
+        raise AssertionError("it was entered")
+    assert len(OutOfTree.held) == 2
+    return failure.value.failures[1]
+
+
+def test_a_backend_for_a_device_of_its_own_is_released_without_being_named():
+    for text in run_ranks(out_of_tree, size=2):
+        assert text.startswith("strategy='suspend' is not supported: process group '0' (default_pg): ")
+        assert "does not support getMemoryStats" in text
+
+
+def test_xccl_is_built_from_the_options_it_had(mocker):
+    """torch's own creator makes fresh options. There is no XCCL to try it on here."""
+    xccl = mocker.patch.object(dist.distributed_c10d, "ProcessGroupXCCL", create=True)
+    mocker.patch.object(torch, "__version__", torch.torch_version.TorchVersion("2.14.0"))
+    options, store = object(), dist.HashStore()
+    blueprint = Blueprint("xccl", ("xpu",), 1, 3, 8, tuple(range(8)), "0", None, options, None, object, wrapped=False)
+    assert blueprint.build(store, timedelta(seconds=1)) is xccl.return_value
+    xccl.assert_called_once_with(store, 3, 8, options)
 
 
 def detail(rank, size):
