@@ -6,6 +6,7 @@
 # Each sets up what it needs in $(VENV). To use another torch: make test TORCH='torch==2.14.1' VENV=.venv-2.14
 #
 #   make test-nccl        the tests on the real ProcessGroupNCCL, without a GPU, in an environment of its own
+#   make test-gpu         in that environment, on real GPUs: the same checks, and what a scope gives and takes
 #   make test-install     pip install in all ways, in environments of their own
 
 PYTHON ?= python3
@@ -17,13 +18,13 @@ VENV_CUDA ?= .venv-nccl
 PIP = -m pip --disable-pip-version-check install --quiet
 BUILT_FROM = setup.py setup.cfg gpurelease/csrc/backend_table.cpp
 
-.PHONY: demo test lint types test-install test-nccl clean
+.PHONY: demo test lint types test-install test-nccl test-gpu beside clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m gpurelease.demo $(DEMO)
 
 test: lint types
-	$(VENV)/bin/python -m pytest tests --ignore tests/nccl --ignore tests/test_install.py
+	$(VENV)/bin/python -m pytest tests --ignore tests/nccl --ignore tests/gpu --ignore tests/test_install.py
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check --config .ci/ruff.toml gpurelease tests benchmarks setup.py
@@ -35,11 +36,16 @@ types: $(VENV)/ready
 test-install: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/test_install.py
 
+test-nccl: beside
+	cd $(VENV_CUDA)/beside && ../bin/python -m pytest tests/nccl tests/gpu
+
+test-gpu: beside
+	cd $(VENV_CUDA)/beside && ../bin/python -m tests.gpu
+
 # The tests run beside the installed package, and not in the source tree, whose extension is for another torch.
-test-nccl: $(VENV_CUDA)/ready
+beside: $(VENV_CUDA)/ready
 	rm -rf $(VENV_CUDA)/beside && mkdir $(VENV_CUDA)/beside && cp -r tests setup.cfg $(VENV_CUDA)/beside
 	$(VENV_CUDA)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
-	cd $(VENV_CUDA)/beside && ../bin/python -m pytest tests/nccl
 
 $(VENV)/ready: $(BUILT_FROM)
 	$(PYTHON) -m venv $(VENV)

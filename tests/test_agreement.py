@@ -12,13 +12,7 @@ def release(groups=None, **more):
 
 
 def test_a_group_is_released_if_all_its_members_would():
-    verdict = on_release(
-        [
-            release({"w": [3, 1, ""], "a": [2, 1, ""]}),
-            release({"w": [3, 1, ""], "a": [2, 1, ""]}),
-            release({"w": [3, 1, ""]}),
-        ]
-    )
+    verdict = on_release([release({"w": [3, 1, ""], "a": [2, 1, ""]})] * 2 + [release({"w": [3, 1, ""]})])
     assert verdict == {
         "failures": {},
         "strategy": "rebuild",
