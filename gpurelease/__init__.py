@@ -6,8 +6,9 @@
 
 The package, from the outside in: ``api`` and ``decorator`` (what users write), ``scopes`` (which of the nested ones
 act), ``world`` (the way of all ranks from one state to the other), ``agreement`` and ``rollcall`` (how they decide),
-``groups``, ``rebuilders`` and ``standin`` (what is released, how it is built again, and what stands in meanwhile),
-``torch_internals`` (all that torch keeps private) and ``csrc/`` (the one thing that Python cannot do).
+``strategy``, ``rebuild`` and ``suspend`` (how memory is given back), ``groups``, ``rebuilders`` and ``standin`` (what is
+released, how it is built again, and what stands in meanwhile), ``torch_internals/`` (all that torch keeps private) and
+``csrc/`` (the one thing that Python cannot do).
 """
 
 from gpurelease.api import (

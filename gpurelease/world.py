@@ -3,10 +3,12 @@
 Each way has a roll call before anything changes and one after everything is done. In between every rank only does
 its part and notes what failed; what the second verdict says, all do::
 
-    release   plan -> roll call [-> Gloo -> roll call] -> drain -> tear down -> roll call -> RELEASED
-                                                    somebody failed: restore on all ranks -> ARMED, ReleaseFailed
-    restore   roll call -> build -> connect -> roll call -> put on the tables -> ARMED
-                              somebody failed: drop what was built on all ranks -> RELEASED, RestoreFailed
+    release   plan -> roll call [-> Gloo -> roll call] -> drain -> placeholders -> tear down -> roll call -> RELEASED
+                                                  somebody failed: give up, restore on all ranks -> ARMED, ReleaseFailed
+    restore   roll call -> build and connect -> roll call -> put on the tables -> ARMED
+                                  somebody failed: give up what was built on all ranks -> RELEASED, RestoreFailed
+
+"Tear down" and "build and connect" are "suspend" and "resume" by that strategy.
 """
 
 from __future__ import annotations
