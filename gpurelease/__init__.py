@@ -6,9 +6,9 @@
 
 The package, from the outside in: ``api`` and ``decorator`` (what users write), ``scopes`` (which of the nested ones
 act), ``world`` (the way of all ranks from one state to the other), ``agreement`` and ``rollcall`` (how they decide),
-``strategy``, ``rebuild`` and ``suspend`` (how memory is given back), ``groups``, ``rebuilders`` and ``standin`` (what is
-released, how it is built again, and what stands in meanwhile), ``torch_internals/`` (all that torch keeps private) and
-``csrc/`` (the one thing that Python cannot do).
+``strategy``, ``rebuild`` and ``suspend`` (how memory is given back), ``groups``, ``rebuilders`` and ``standin`` (what
+is released, how it is built again, and what stands in meanwhile), ``torch_internals/`` (all that torch keeps private)
+and ``csrc/`` (the one thing that Python cannot do).
 """
 
 from gpurelease.api import (
@@ -22,6 +22,7 @@ from gpurelease.api import (
 )
 from gpurelease.decorator import releases_world
 from gpurelease.errors import (
+    ContextFailed,
     GpuReleaseError,
     InvalidOption,
     NotBuilt,
@@ -35,6 +36,7 @@ from gpurelease.report import GroupReport, Report, Transition
 
 __all__ = [
     "Blueprint",
+    "ContextFailed",
     "GpuReleaseError",
     "GroupReport",
     "InvalidOption",

@@ -86,7 +86,8 @@ def on_release(answers: list[Answer]) -> Verdict:
     """Decide which groups are released.
 
     Answers carry "strategy", "backends", "groups" (key -> [size of the group, whether it is connected, why it cannot
-    be suspended]) and "unmatched" (names in ``keep=`` that match nothing on that rank).
+    be suspended]), "unmatched" (names in ``keep=`` that match nothing on that rank) and "contexts" (whether there is an
+    ``also=``).
 
     Returns:
         "strategy": "rebuild" or "suspend".
@@ -94,6 +95,7 @@ def on_release(answers: list[Answer]) -> Verdict:
         "kept": key -> the ranks that would have released the group, where not all of its members would.
         "unconnected": keys of groups that some but not all members are connected in: nobody is connected again.
         "any": whether there is anything to release on any rank.
+        "contexts": whether there is an ``also=`` on any rank, and so all must hear whether it was entered.
     """
     failures = failures_of(answers, "goal", "strategy", "backends")
     if failures:
@@ -129,17 +131,20 @@ def on_release(answers: list[Answer]) -> Verdict:
         "kept": kept,
         "unconnected": [key for key, count in connected.items() if 0 < count < sizes[key]],
         "any": any(len(ranks) == sizes[key] for key, ranks in listed.items()),
+        "contexts": any(answer["contexts"] for answer in answers),
     }
 
 
 def on_restore(answers: list[Answer]) -> Verdict:
     """Decide which groups are restored: those that no member has destroyed meanwhile.
 
-    Answers carry "destroyed" (keys of released groups that are gone on that rank) and "body_failed".
+    Answers carry "destroyed" (keys of released groups that are gone on that rank), "body_failed" and "context" (what an
+    ``also=`` context raised when it was left).
 
     Returns:
         "destroyed": key -> the ranks that destroyed the group.
         "body_failed": whether the body of the scope raised on any rank.
+        "contexts": by rank, what contexts have raised.
     """
     failures = failures_of(answers, "goal")
     if failures:
@@ -152,6 +157,7 @@ def on_restore(answers: list[Answer]) -> Verdict:
         "failures": {},
         "destroyed": destroyed,
         "body_failed": any(answer["body_failed"] for answer in answers),
+        "contexts": {rank: answer["context"] for rank, answer in enumerate(answers) if answer["context"]},
     }
 
 
@@ -162,7 +168,9 @@ def on_outcome(answers: list[Answer]) -> Verdict:
         "tolerated": what went wrong and may, on the first rank that tells of it.
         "freed_bytes": the least and the most of them, or None.
     """
-    tolerated = (f"rank {rank}: {answer['tolerated']}" for rank, answer in enumerate(answers) if answer.get("tolerated"))
+    tolerated = (
+        f"rank {rank}: {answer['tolerated']}" for rank, answer in enumerate(answers) if answer.get("tolerated")
+    )
     freed = [answer["freed_bytes"] for answer in answers if answer.get("freed_bytes") is not None]
     return {
         "failures": failures_of(answers, "goal"),

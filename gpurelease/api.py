@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from contextlib2 import AsyncExitStack, ExitStack
 
 from gpurelease import torch_internals
-from gpurelease.errors import InvalidOption
+from gpurelease.errors import InvalidOption, ReleaseFailed
 from gpurelease.report import Report
 from gpurelease.scopes import Frame, shared
 from gpurelease.settings import ScopeOptions
@@ -34,7 +35,7 @@ class _Scope:
     def __init__(self, make_frame: Callable[[], Frame], also: Iterable[Any] = ()) -> None:
         self._make_frame = make_frame
         self._also = tuple(also)
-        self._open: list[Any] = []  # an ExitStack or AsyncExitStack for each entry
+        self._open: list[tuple[Frame, Any]] = []  # with an ExitStack or AsyncExitStack, for each entry
         self.report = Report()
         for item in self._also:
             if not callable(item) and not _is_context(item):
@@ -42,47 +43,67 @@ class _Scope:
 
     def __enter__(self) -> _Scope:
         frame = self._make_frame()
+        frame.contexts = bool(self._also)
         shared().enter(frame)
-        with ExitStack() as stack:
+        with shared().contexts_of(frame), ExitStack() as stack:
             stack.push(_leaver(frame))
-            for item in self._also:
-                stack.enter_context(_context(item))
-            self._open.append(stack.pop_all())
+            with _noting_error(frame):
+                failure = None
+                try:
+                    for item in self._also:
+                        stack.enter_context(_context(item))
+                except Exception as error:
+                    failure = error
+                shared().enter_contexts(frame, failure)
+            self._open.append((frame, stack.pop_all()))
         self.report = frame.report
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        stack = self._open.pop()
+        frame, stack = self._open.pop()
+        frame.error = error
         try:
-            return bool(stack.__exit__(kind, error, trace))
+            with shared().contexts_of(frame):
+                return bool(stack.__exit__(kind, error, trace))
         except Exception as second:
             return _first_error_wins(error, second)
 
     async def __aenter__(self) -> _Scope:
         frame = self._make_frame()
+        frame.contexts = bool(self._also)
         cancelled = await _in_thread(partial(shared().enter, frame))
-        async with AsyncExitStack() as stack:
-            stack.push_async_exit(_async_leaver(frame))
-            if cancelled is not None:
-                raise cancelled
-            for item in self._also:
-                context = _context(item)
-                if hasattr(type(context), "__aenter__"):
-                    await stack.enter_async_context(context)
-                else:
-                    stack.enter_context(context)
-            self._open.append(stack.pop_all())
+        with shared().contexts_of(frame):
+            async with AsyncExitStack() as stack:
+                stack.push_async_exit(_async_leaver(frame))
+                with _noting_error(frame):
+                    failure: BaseException | None = cancelled
+                    try:
+                        for item in self._also if cancelled is None else ():
+                            await _enter_async(stack, _context(item))
+                    except (Exception, asyncio.CancelledError) as error:
+                        failure = error
+                    try:
+                        cancelled = await _in_thread(partial(shared().enter_contexts, frame, failure))
+                    except ReleaseFailed:
+                        if isinstance(failure, asyncio.CancelledError):
+                            raise failure from None  # the others have heard why; this task is to end
+                        raise
+                    if cancelled is not None:
+                        raise cancelled
+                self._open.append((frame, stack.pop_all()))
         self.report = frame.report
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        stack = self._open.pop()
+        frame, stack = self._open.pop()
+        frame.error = error
         try:
-            return bool(await stack.__aexit__(kind, error, trace))
+            with shared().contexts_of(frame):
+                return bool(await stack.__aexit__(kind, error, trace))
         except Exception as second:
             return _first_error_wins(error, second)
 
@@ -115,7 +136,8 @@ class released_world(_Scope):
             WORLD's own time-out.
         also: Context managers, or functions that return one, that are entered once the world is released and left
             before it is restored: memory savers, offloading. Functions are called anew for each entry. In ``async
-            with`` they may be asynchronous.
+            with`` they may be asynchronous. If one raises on entry, the scope is entered on no rank. They cannot open
+            or close scopes themselves.
 
     Yields:
         The scope; its ``report`` says what became of each group, and what it took and gave.
@@ -125,6 +147,8 @@ class released_world(_Scope):
         ScopeMisuse: The scope contradicts the one around it, or scopes are left in the wrong order.
         ReleaseFailed: On entry, on all ranks. The world is as it was.
         RestoreFailed: On exit, on all ranks. The world is still released; :func:`restore_world` tries again.
+        ContextFailed: On exit, where nothing else was raised: an ``also=`` context raised on another rank. The world is
+            restored.
 
     Example:
         >>> with released_world() as scope:
@@ -232,7 +256,7 @@ def _leaver(frame: Frame) -> Leaver:
         if isinstance(error, INTERRUPTS):
             shared().abandon(frame, error)
         else:
-            shared().leave(frame, body_failed=error is not None)
+            shared().leave(frame, error)
         return False
 
     return leave
@@ -269,6 +293,23 @@ async def _in_thread(transition: Callable[[], object]) -> asyncio.CancelledError
             break  # the transition's own: raised below
     running.result()
     return cancelled
+
+
+@contextmanager
+def _noting_error(frame: Frame) -> Iterator[None]:
+    """What is raised here is not a context's, when the scope is left for it: all ranks have heard of that already."""
+    try:
+        yield
+    except BaseException as error:
+        frame.error = error
+        raise
+
+
+async def _enter_async(stack: AsyncExitStack, context: Any) -> None:
+    if hasattr(type(context), "__aenter__"):
+        await stack.enter_async_context(context)
+    else:
+        stack.enter_context(context)
 
 
 def _context(item: Any) -> Any:

@@ -8,7 +8,8 @@
      ├── ScopeMisuse                   scopes nested, left or entered in a way that cannot be meant
      └── TransitionFailed              the ranks could not go from one state to the other together
           ├── ReleaseFailed            the world is as it was before: the groups work
-          └── RestoreFailed            the world is still released: Gloo stands in, restoring can be tried again
+          ├── RestoreFailed            the world is still released: Gloo stands in, restoring can be tried again
+          └── ContextFailed            the world is restored, but an also= context failed on a rank when it was left
 
 A collective on a released group raises a plain ``RuntimeError``: it is torch's dispatcher that raises it.
 """
@@ -72,3 +73,12 @@ class RestoreFailed(TransitionFailed):
     """
 
     state = "It is still released, with Gloo standing in; restore_world() on all ranks tries again."
+
+
+class ContextFailed(TransitionFailed):
+    """A context manager in ``also=`` raised on another rank when the scope was left. The world is restored.
+
+    The rank that it raised on raises the error itself.
+    """
+
+    state = "The world is restored: every group works."

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +41,8 @@ class Frame:
         world: The WORLD that it is about, or None if it can have no effect.
         acted: Whether it made a transition when it was entered.
         report: What it did.
+        contexts: Whether it enters contexts once the world is released.
+        error: What its body raised, or entering it did.
         opener: The thread, and the asyncio task if there is one, that opened it.
     """
 
@@ -49,6 +52,8 @@ class Frame:
     world: World | None = None
     acted: bool = False
     report: Report = field(default_factory=Report)
+    contexts: bool = False
+    error: BaseException | None = None
     opener: str = field(default_factory=lambda: _whoami())
 
     def __str__(self) -> str:
@@ -71,7 +76,7 @@ class Scopes:
             ScopeMisuse: It asks for what the scope around it did not do.
             ReleaseFailed, RestoreFailed: See :class:`gpurelease.world.World`.
         """
-        with self._alone():
+        with self._alone(frame):
             frame.report.reason = self._why_no_effect()
             if not frame.report.reason:
                 frame.world = self._current_world()
@@ -84,14 +89,43 @@ class Scopes:
                 logger.debug("%s: %s", frame.spelled, frame.report)
             self._frames.append(frame)
 
-    def leave(self, frame: Frame, *, body_failed: bool) -> None:
+    def enter_contexts(self, frame: Frame, error: BaseException | None) -> None:
+        """Hear whether the contexts of a scope that was just opened were entered on all ranks.
+
+        Args:
+            frame: The scope.
+            error: What a context raised on this rank.
+
+        Raises:
+            ReleaseFailed: See :class:`gpurelease.world.World`. The scope is still open.
+        """
+        if frame.world is not None and frame.acted and frame.wants == "released":
+            with self._alone(frame):
+                frame.world.enter_contexts(error, frame.report)
+        elif error is not None:
+            raise error
+
+    @contextmanager
+    def contexts_of(self, frame: Frame) -> Iterator[None]:
+        """While a scope's contexts are entered or left, they cannot open or close other scopes."""
+        token = _contexts_of.set(frame)
+        try:
+            yield
+        finally:
+            _contexts_of.reset(token)
+
+    def leave(self, frame: Frame, error: BaseException | None = None) -> None:
         """Close a scope. It is closed also if this raises.
+
+        Args:
+            frame: The scope.
+            error: What is on its way out of it, raised by its body or by a context.
 
         Raises:
             ScopeMisuse: A scope that was opened after it is still open.
-            ReleaseFailed, RestoreFailed: See :class:`gpurelease.world.World`.
+            ReleaseFailed, RestoreFailed, ContextFailed: See :class:`gpurelease.world.World`.
         """
-        with self._alone():
+        with self._alone(frame):
             inner = self._close(frame)
             if inner is not None:
                 raise ScopeMisuse(
@@ -109,14 +143,15 @@ class Scopes:
             wanted = outer.wants if outer else "restored"
             done = len(frame.report.transitions)
             if wanted == "restored" and world.phase is not Phase.ARMED:
-                world.restore(frame.report, body_failed=body_failed)
+                context_error = error if error is not frame.error else None
+                world.restore(frame.report, body_failed=error is not None, context_error=context_error)
             elif wanted == "released" and frame.acted and world.phase is Phase.ARMED:
                 world.release(world.options, frame.report)
                 self._tell_the_scope_around(frame, done)
 
     def abandon(self, frame: Frame, interrupt: BaseException) -> None:
         """Close a scope whose body was interrupted: rebuild nothing, and tell the ranks that will wait."""
-        with self._alone():
+        with self._alone(frame):
             self._close(frame)
             world = frame.world
             if world is not None and not world.is_gone and frame.acted:
@@ -140,7 +175,7 @@ class Scopes:
                 f"restore_world() closes what release_world() opened, and the innermost open scope is {top}, which "
                 "is restored when it is left. To use the groups inside it, write `with restored_world():`"
             )
-        self.leave(top, body_failed=False)
+        self.leave(top)
         return top.report
 
     def is_released(self) -> bool:
@@ -159,8 +194,14 @@ class Scopes:
         return next((frame.report for frame in acted), None)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads out, and refuse this one if it is in a transition already."""
+    def _alone(self, frame: Frame | None = None) -> Iterator[None]:
+        """Keep other threads out, and refuse this one if it is in a transition, or in another scope's contexts."""
+        outer = _contexts_of.get()
+        if outer is not None and outer is not frame:
+            raise ScopeMisuse(
+                f"a scope was entered or left from inside the also= of {outer}: its contexts are entered and left "
+                "while the world is released, and cannot change that"
+            )
         if self._owner == threading.get_ident():
             raise ScopeMisuse(
                 "a scope was entered or left from inside a transition (a keep= predicate, a rebuilder, a signal "
@@ -182,7 +223,7 @@ class Scopes:
         elif world.phase is not Phase.ARMED:
             frame.report.reason = "the world is still released, since restoring it failed"
         else:
-            world.release(frame.options, frame.report)
+            world.release(frame.options, frame.report, contexts=frame.contexts)
             frame.acted = not frame.report.reason
 
     def _enter_restored(self, frame: Frame, world: World, outer: Frame | None) -> None:
@@ -262,3 +303,4 @@ def shared() -> Scopes:
 
 
 _scopes = Scopes()
+_contexts_of: ContextVar[Frame | None] = ContextVar("gpurelease_contexts_of", default=None)

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from gpurelease import agreement, torch_internals
 from gpurelease.agreement import Agreement
-from gpurelease.errors import ReleaseFailed, RestoreFailed, ScopeMisuse
+from gpurelease.errors import ContextFailed, ReleaseFailed, RestoreFailed, ScopeMisuse
 from gpurelease.groups import Plan, ReleasableGroup, plan
 from gpurelease.rebuild import Rebuild
 from gpurelease.report import Report, Transition
@@ -76,6 +76,8 @@ class World:
         self._gloo: Backend | None = None
         self._absence: Absence | None = None
         self._strategy: Strategy = Rebuild()
+        self._contexts = False
+        self._lost: tuple[int, ...] = ()
         self._released: list[ReleasableGroup] = []
         self._there_at_release: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         self._made_while_released: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -92,8 +94,13 @@ class World:
         self._strategy.give_up([], _limit(self.options.timeout or torch_internals.DEFAULT_TIMEOUT.total_seconds()))
         self._released, self._absence, self._gloo = [], None, None
 
-    def release(self, options: ScopeOptions, report: Report) -> None:
+    def release(self, options: ScopeOptions, report: Report, *, contexts: bool = False) -> None:
         """Release the groups that all their members agree on. If there are none, the report says so.
+
+        Args:
+            options: What the user asked for.
+            report: Where to write what was done.
+            contexts: Whether the scope enters contexts now: then ``enter_contexts`` must be called.
 
         Raises:
             ReleaseFailed: On all ranks; the world is ARMED.
@@ -104,7 +111,7 @@ class World:
         transition = Transition("release")
         self.options = options
         try:
-            released = self._release(options, report, transition)
+            released = self._release(options, report, transition, contexts)
         except INTERRUPTS as interrupt:
             self.leave(interrupt)
             raise
@@ -112,27 +119,57 @@ class World:
             report.transitions.append(transition)
             logger.info("rank %d %s", self._rank, transition)
 
-    def restore(self, report: Report, *, body_failed: bool = False) -> None:
+    def enter_contexts(self, error: BaseException | None, report: Report) -> None:
+        """Hear whether the scope's contexts were entered on all ranks, if any rank has some.
+
+        Args:
+            error: What a context raised on this rank.
+            report: Where to write how long it took.
+
+        Raises:
+            ReleaseFailed: On all ranks; the scope is to be left, and the world to be restored, on all ranks.
+        """
+        if not self._contexts:
+            if error is not None:
+                raise error
+            return
+        timeout = self.options.timeout or self._timeout()
+        together = Agreement(self._roll_call, ReleaseFailed, timeout, report.transitions[-1])
+        try:
+            together.confirm("enter also=", [] if error is None else [f"also= raised {error!r}"])
+        except ReleaseFailed as failure:
+            self._lost = failure.missing
+            raise failure from error
+        except INTERRUPTS as interrupt:
+            self.leave(interrupt)
+            raise
+
+    def restore(self, report: Report, *, body_failed: bool = False, context_error: BaseException | None = None) -> None:
         """Give the released groups new backends, connected as the old ones were.
 
         Args:
             report: Where to write what was done.
             body_failed: Whether the scope's body raised on this rank. Gloo is then built anew for the next scope: a
                 collective that one rank left in the middle breaks Gloo's connections.
+            context_error: What a context of the scope raised on this rank when it was left.
 
         Raises:
             RestoreFailed: On all ranks; the world is RELEASED.
+            ContextFailed: A context raised on another rank, and nothing did on this one; the world is ARMED.
             ScopeMisuse: An interrupt broke off an earlier transition, or this is a forked child.
         """
         self._check_usable()
         transition = Transition("restore")
         try:
-            self._restore(transition, body_failed)
+            contexts_failed = self._restore(transition, body_failed, context_error)
         except INTERRUPTS as interrupt:
             self.leave(interrupt)
             raise
         report.transitions.append(transition)
         logger.info("rank %d %s", self._rank, transition)
+        if contexts_failed and not body_failed:
+            where = ranks_text(sorted(contexts_failed))
+            raise ContextFailed(f"The world was restored, but also= failed on {where}:", contexts_failed)
 
     def leave(self, interrupt: BaseException) -> None:
         """Tell the ranks that will wait for this one why it does not come."""
@@ -152,7 +189,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------ release
 
-    def _release(self, options: ScopeOptions, report: Report, transition: Transition) -> bool:
+    def _release(self, options: ScopeOptions, report: Report, transition: Transition, contexts: bool) -> bool:
         """Go from ARMED to RELEASED, and return whether there was anything to release."""
         timeout = options.timeout or self._timeout()
         together = Agreement(self._roll_call, ReleaseFailed, timeout, transition)
@@ -164,8 +201,10 @@ class World:
             "backends": options.backends,
             "groups": {c.key: [c.group.size(), c.connected, c.why_not_suspended] for c in planned.candidates},
             "unmatched": planned.unmatched,
+            "contexts": contexts,
         }
         verdict = together.reach(answer, agreement.on_release)
+        self._contexts = verdict["contexts"]
         strategy = Suspend() if verdict["strategy"] == "suspend" else Rebuild()
         report.strategy, report.strategy_reason = strategy.name, verdict["strategy_reason"]
         groups, report.groups = planned.agreed(verdict["kept"], suspended=strategy.name == "suspend")
@@ -246,7 +285,7 @@ class World:
             summary = f"{failure.summary} What was released by then cannot be restored without them."
             raise RestoreFailed(summary, failure.failures, failure.missing) from failure
         try:
-            self._restore(Transition("restore"), body_failed=True)
+            self._restore(Transition("restore"), True, None)
         except RestoreFailed as second:
             told = "; ".join(f"rank {rank}: {text}" for rank, text in failure.failures.items())
             summary = f"{second.summary} (This was the way back from a release that failed: {told})"
@@ -254,13 +293,19 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------ restore
 
-    def _restore(self, transition: Transition, body_failed: bool) -> None:
-        """Go from RELEASED to ARMED."""
+    def _restore(
+        self, transition: Transition, body_failed: bool, context_error: BaseException | None
+    ) -> dict[int, str]:
+        """Go from RELEASED to ARMED, and return what contexts have raised, by rank."""
+        if self._lost:
+            lost, self._lost = self._lost, ()
+            raise RestoreFailed(f"The world could not be restored without {ranks_text(lost)}.", missing=lost)
         timeout = self.options.timeout or self._timeout()
         together = Agreement(self._roll_call, RestoreFailed, timeout, transition)
         here = {group.key: group for group in self._released if torch_internals.exists(group.group)}
         destroyed = [group.key for group in self._released if group.key not in here]
-        answer = {"goal": "restore", "destroyed": destroyed, "body_failed": body_failed}
+        context = "" if context_error is None else repr(context_error)
+        answer = {"goal": "restore", "destroyed": destroyed, "body_failed": body_failed, "context": context}
         verdict = together.reach(answer, agreement.on_restore)
         for key in verdict["destroyed"].keys() & here.keys():
             # Nobody can build it without them. Its placeholder goes on refusing.
@@ -291,6 +336,7 @@ class World:
         if verdict["body_failed"]:
             self._gloo = None
         transition.groups = len(ready)
+        return {int(rank): text for rank, text in verdict["contexts"].items()}
 
     # -------------------------------------------------------------------------------------------------------- small
 

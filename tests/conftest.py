@@ -24,7 +24,7 @@ class FakeWorld:
         self.events = []
         self.released_with = []
 
-    def release(self, options, report):
+    def release(self, options, report, *, contexts=False):
         self.options = options
         self.released_with.append(options)
         if self.fail_next:
@@ -37,7 +37,11 @@ class FakeWorld:
         self.events.append("release")
         self.phase = Phase.RELEASED
 
-    def restore(self, report, *, body_failed=False):
+    def enter_contexts(self, error, report):
+        if error is not None:
+            raise error
+
+    def restore(self, report, *, body_failed=False, context_error=None):
         if self.fail_next:
             self.events.append("restore fails")
             self.fail_next = None

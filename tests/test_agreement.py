@@ -7,8 +7,8 @@ from gpurelease.rollcall import ranks_text
 
 
 def release(groups=None, **more):
-    answer = {"goal": "release", "problem": "", "strategy": "rebuild", "backends": None, "unmatched": []}
-    return answer | {"groups": groups or {}} | more
+    answer = {"goal": "release", "problem": "", "strategy": "rebuild", "backends": None, "groups": groups or {}}
+    return answer | {"unmatched": [], "contexts": False} | more
 
 
 def test_a_group_is_released_if_all_its_members_would():
@@ -20,6 +20,7 @@ def test_a_group_is_released_if_all_its_members_would():
         "kept": {},
         "unconnected": [],
         "any": True,
+        "contexts": False,
     }
 
 
@@ -98,10 +99,15 @@ def test_what_may_go_wrong_is_told_by_the_first_rank_that_has_it():
 
 def test_groups_destroyed_on_some_ranks_are_named_with_the_ranks():
     answers = [
-        {"goal": "restore", "destroyed": ["a"], "body_failed": False},
-        {"goal": "restore", "destroyed": [], "body_failed": True},
+        {"goal": "restore", "destroyed": ["a"], "body_failed": False, "context": ""},
+        {"goal": "restore", "destroyed": [], "body_failed": True, "context": "OSError()"},
     ]
-    assert on_restore(answers) == {"failures": {}, "destroyed": {"a": [0]}, "body_failed": True}
+    assert on_restore(answers) == {
+        "failures": {},
+        "destroyed": {"a": [0]},
+        "body_failed": True,
+        "contexts": {1: "OSError()"},
+    }
 
 
 def test_freed_bytes_over_the_ranks():

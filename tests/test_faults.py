@@ -14,9 +14,12 @@ import torch.distributed as dist
 from gpurelease import (
     ReleaseFailed,
     RestoreFailed,
+    TransitionFailed,
     is_released,
+    release_depth,
     released_world,
     restore_world,
+    restored_world,
     torch_internals,
 )
 from gpurelease.groups import ReleasableGroup
@@ -128,6 +131,103 @@ def test_a_restore_that_fails_on_one_rank_fails_on_all_and_can_be_tried_again(st
         assert "process group" in failures[failing]
         assert state == (True, "gloo", [0, 1, 2], True)
         assert after == (False, 3.0, 3.0, ["restore"])
+
+
+class Saver:
+    """A context for ``also=``, such as a memory saver, that can be made to fail; it notes what was done."""
+
+    def __init__(self, fails_on=None):
+        self.fails_on, self.seen = fails_on, []
+
+    def __enter__(self):
+        self.seen.append("entered")
+        if self.fails_on == "enter":
+            raise OSError("injected")
+
+    def __exit__(self, *error):
+        self.seen.append("left while released" if is_released() else "left")
+        if self.fails_on == "exit":
+            raise OSError("injected")
+
+
+def failing_context(rank, size, step, failing, everywhere):
+    init_gloo(rank, size)
+    group = dist.new_group(list(range(size)))
+    saver = Saver(step if rank == failing else None)
+    ran, told = False, None
+    started = time.monotonic()
+    try:
+        with released_world(**POSING, also=[saver] if everywhere or rank == failing else []):
+            ran = True
+    except (TransitionFailed, OSError) as error:
+        told = type(error).__name__, getattr(error, "failures", {}), str(error)
+    assert time.monotonic() - started < 5
+    state = (is_released(), release_depth(), dist.get_backend(), total(), total(group))
+    with released_world(**POSING):
+        assert refusal(group)
+    return told, ran, saver.seen, state, (total(), total(group))
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["also= everywhere", "also= on one rank"])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_context_that_fails_on_entry_on_one_rank_fails_on_all_and_nobody_s_body_runs(failing, everywhere):
+    results = run_ranks(failing_context, SIZE, step="enter", failing=failing, everywhere=everywhere)
+    for rank, (told, ran, seen, state, after) in enumerate(results):
+        name, failures, text = told
+        assert (name, failures) == ("ReleaseFailed", {failing: "also= raised OSError('injected')"})
+        assert "Nothing was changed: every group works as before." in text
+        assert not ran
+        if everywhere or rank == failing:
+            assert seen == (["entered"] if rank == failing else ["entered", "left while released"])
+        assert state == (False, 0, "gloo", 3.0, 3.0)
+        assert after == (3.0, 3.0)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_context_that_fails_on_exit_on_one_rank_is_heard_of_on_all_and_the_world_is_restored(failing):
+    results = run_ranks(failing_context, SIZE, step="exit", failing=failing, everywhere=True)
+    for rank, (told, ran, seen, state, after) in enumerate(results):
+        name, failures, text = told
+        if rank == failing:
+            assert (name, text) == ("OSError", "injected")
+        else:
+            assert (name, failures) == ("ContextFailed", {failing: "OSError('injected')"})
+            assert "The world is restored: every group works." in text
+        assert ran
+        assert seen == ["entered", "left while released"]
+        assert state == (False, 0, "gloo", 3.0, 3.0)
+        assert after == (3.0, 3.0)
+
+
+def interrupted_context(rank, size):
+    init_gloo(rank, size)
+    group = dist.new_group(list(range(size)))
+
+    class Interrupted(Saver):
+        def __enter__(self):
+            if rank == 1:
+                raise KeyboardInterrupt
+
+    started = time.monotonic()
+    try:
+        with released_world(**POSING, also=[Interrupted]):
+            told = "it was entered"
+    except KeyboardInterrupt:
+        told = "interrupted"
+    except RestoreFailed as error:
+        told = str(error.__context__)
+        assert error.missing == (1,)
+    assert time.monotonic() - started < 5
+    assert (is_released(), dist.get_backend()) == (True, "gloo")
+    restore_world()
+    return told, total(group)
+
+
+def test_a_rank_interrupted_in_a_context_leaves_at_once_and_the_others_are_told_who_left():
+    first, second, third = run_ranks(interrupted_context, SIZE)
+    assert second == ("interrupted", 3.0)
+    assert first == third
+    assert "rank 1 left with KeyboardInterrupt, and rebuilds nothing" in first[0]
 
 
 # ---------------------------------------------------------------------------------------------------- the barriers
@@ -341,6 +441,50 @@ def collective_left_in_the_middle(rank, size):
 def test_a_gloo_that_a_left_collective_has_broken_is_built_anew():
     results = run_ranks(collective_left_in_the_middle, SIZE)
     assert results == [("RuntimeError", 3.0), ("ValueError", 3.0), ("RuntimeError", 3.0)]
+
+
+def another_order(rank, size):
+    init_gloo(rank, size)
+    try:
+        with released_world(**POSING | {"timeout": 3}):
+            if rank == 1:
+                with restored_world():
+                    pass
+            else:
+                with restored_world(), released_world(**POSING):
+                    pass
+    except (ReleaseFailed, RestoreFailed) as error:
+        return type(error).__name__, error.missing, is_released()
+
+
+def test_ranks_that_go_through_scopes_in_another_order_are_told_who_differs():
+    """Rank 1 is through after three transitions; the others, who have two more, find that it does not come."""
+    first, second, third = run_ranks(another_order, SIZE, timeout=90)
+    assert second is None
+    assert first == third == ("ReleaseFailed", (1,), False)
+
+
+def store_is_gone(rank, size):
+    init_gloo(rank, size)
+    with released_world(**POSING):
+        pass
+    started = time.monotonic()
+    try:
+        with released_world(**POSING | {"timeout": 3}):
+            if rank == 0:  # which hosts the store
+                os.kill(os.getpid(), signal.SIGKILL)
+    except RestoreFailed as error:
+        told = str(error)
+    assert time.monotonic() - started < 3 + 3
+    dist.distributed_c10d._world.pg_map.clear()  # nothing is left to be destroyed together
+    dist.distributed_c10d._update_default_pg(None)
+    return told
+
+
+def test_the_rank_that_hosts_the_store_is_named_if_it_is_killed():
+    _, *others = run_ranks(store_is_gone, SIZE, dies={0: -signal.SIGKILL})
+    for text in others:
+        assert "WORLD's store does not answer; its host, usually rank 0, may be gone" in text
 
 
 def differing(rank, size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -196,7 +197,7 @@ def test_release_world_inside_a_block_must_be_restored_inside_it(world):
 
 
 def test_a_scope_cannot_be_entered_from_inside_a_transition(world, mocker):
-    def nested(options, report):
+    def nested(options, report, **_):
         with released_world():
             pass
 
@@ -367,6 +368,48 @@ def test_an_also_of_a_nested_scope_is_left_with_it(world):
     assert world.events == ["release", "enter inner", "leave inner", "body", "restore"]
 
 
+def test_an_also_cannot_open_or_close_scopes(world):
+    class Meddler:
+        def __init__(self, make):
+            self.make = make
+
+        def __enter__(self):
+            self.make().__enter__()
+
+        def __exit__(self, *error):
+            pass
+
+    for make in (released_world, restored_world):
+        with pytest.raises(
+            ScopeMisuse, match=r"inside the also= of released_world\(\) \(opened by thread 'MainThread'\)"
+        ):
+            released_world(also=[partial(Meddler, make)]).__enter__()
+    assert world.events == ["release", "restore after an error"] * 2
+    with released_world(), restored_world():
+        pass
+
+
+def test_an_asynchronous_also_does_not_hold_up_other_tasks_scopes(world):
+    class Slow:
+        async def __aenter__(self):
+            await asyncio.sleep(0.05)
+
+        async def __aexit__(self, *error):
+            pass
+
+    async def main():
+        scope = released_world(also=[Slow])
+        entering = asyncio.ensure_future(scope.__aenter__())
+        await asyncio.sleep(0.02)
+        async with released_world() as inner:
+            assert inner.report.reason.startswith("nested in released_world()")
+        await entering
+        await scope.__aexit__(None, None, None)
+
+    asyncio.run(main())
+    assert world.events == ["release", "restore"]
+
+
 def test_asynchronous_also(world):
     class Asleep:
         async def __aenter__(self):
@@ -395,7 +438,7 @@ def test_the_event_loop_goes_on_while_the_ranks_wait(world, mocker):
     release = world.release
     ticks = []
 
-    def slow(options, report):
+    def slow(options, report, **_):
         import time
 
         time.sleep(0.3)
