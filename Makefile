@@ -8,6 +8,7 @@
 #   make test-nccl        the tests on the real ProcessGroupNCCL, without a GPU, in an environment of its own
 #   make test-gpu         in that environment, on real GPUs: the same checks, and what a scope gives and takes
 #   make test-install     pip install in all ways, in environments of their own
+#   make test-sanitizers  the tests that use the extension most, with it under AddressSanitizer and UBSan (needs g++)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,9 +17,11 @@ MEGATRON ?= megatron-core==0.16.1
 VENV ?= .venv
 VENV_CUDA ?= .venv-nccl
 PIP = -m pip --disable-pip-version-check install --quiet
+# Without vptr, which wants to know torch's classes; and Python, and torch itself, are not free of leaks.
+SANITIZE = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer
 BUILT_FROM = setup.py setup.cfg gpurelease/csrc/backend_table.cpp
 
-.PHONY: demo test lint types test-install test-nccl test-gpu beside clean
+.PHONY: demo test lint types test-install test-sanitizers test-nccl test-gpu beside clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m gpurelease.demo $(DEMO)
@@ -35,6 +38,16 @@ types: $(VENV)/ready
 
 test-install: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/test_install.py
+
+# Built and run in a copy, since the extension in the source tree is the one that is imported from there.
+test-sanitizers: $(VENV)/ready
+	rm -rf $(VENV)/sanitized && mkdir $(VENV)/sanitized
+	cp -r gpurelease tests setup.py setup.cfg README.rst LICENSE $(VENV)/sanitized && rm -f $(VENV)/sanitized/gpurelease/*.so
+	cd $(VENV)/sanitized && CC=gcc CXX=g++ CFLAGS='$(SANITIZE)' CXXFLAGS='$(SANITIZE)' LDFLAGS='$(SANITIZE)' \
+		../bin/python setup.py --quiet build_ext --inplace
+	cd $(VENV)/sanitized && ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		../bin/python -m pytest tests/test_holders.py tests/test_world.py tests/test_foreign.py
 
 test-nccl: beside
 	cd $(VENV_CUDA)/beside && ../bin/python -m pytest tests/nccl tests/gpu

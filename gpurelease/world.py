@@ -269,7 +269,8 @@ class World:
         with transition.step("stand-in"):
             timeout = timedelta(seconds=self._timeout())
             try:
-                self._gloo = world.gloo_that_stays() or new_gloo(world.group, self._prefix("stand-in"), timeout, limit)
+                prefix = self._prefix("stand-in")
+                self._gloo = world.gloo_that_stays() or new_gloo(world.group, prefix, timeout, limit)
             except Exception as error:
                 problems.append(f"Gloo could not be built to stand in for WORLD: {error}")
         try:
@@ -277,6 +278,8 @@ class World:
         except ReleaseFailed:
             self._gloo = None
             raise
+        if self._rank == 0:  # those of a Gloo that was here before
+            torch_internals.delete_keys(self._store, f"gpurelease/{self._roll_call.token}/stand-in/", but=f"{prefix}/")
 
     def _go_back(self, failure: ReleaseFailed) -> None:
         """Restore what a failed release has taken, or raise RestoreFailed."""

@@ -50,8 +50,14 @@ def store_of(group: ProcessGroup) -> Store:
     return distributed_c10d._world.pg_map[group][1]  # 2.11 to 2.15
 
 
-def delete_keys(store: Store, marker: str) -> None:
-    """Delete all keys that contain ``marker`` from the store at the bottom of ``store``, if it can list its keys."""
+def delete_keys(store: Store, marker: str, but: str | None = None) -> None:
+    """Delete all keys that contain ``marker`` from the store at the bottom of ``store``, if it can list its keys.
+
+    Args:
+        store: The store.
+        marker: What they contain.
+        but: What keys contain that stay.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     try:
@@ -59,7 +65,7 @@ def delete_keys(store: Store, marker: str) -> None:
     except (AttributeError, RuntimeError):  # a store of somebody's own
         return
     for key in keys:
-        if marker in key:
+        if marker in key and (but is None or but not in key):
             store.delete_key(key)
 
 

@@ -573,33 +573,3 @@ def test_a_communicator_that_cannot_be_made_fails_all_and_can_be_tried_again(ncc
         assert "NCCL error" in failures[1]
         assert "GiB were free on cuda:1" in failures[1]
         assert (world_sum, group_sum) == (3, 3)
-
-
-def flat(rank, size, cycles, backend):
-    from tests.ranks import descriptors, threads
-
-    store = init_nccl(rank, size, backend=backend)
-    group = dist.new_group([0, 1], backend=backend)
-    total(), total(group)
-    seen = []
-    for number in range(1, cycles + 1):
-        with released_world(timeout=20):
-            pause = 1.0 if number % 10 == 0 else 0.0  # a watchdog's thread ends a moment after its backend
-            time.sleep(pause)
-            inside = descriptors(), threads(), live(), held()
-        total(), total(group)
-        dist.barrier()
-        if pause:
-            time.sleep(pause)
-            seen.append((*inside, descriptors(), threads(), live(), held(), len(store.list_keys())))
-        dist.barrier()
-    return seen
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_grows_over_many_cycles(nccl_ranks, backend):
-    """pytorch 107298, Megatron 6897: a kept handle kept the communicator."""
-    for seen in nccl_ranks(flat, 2, cycles=40, backend=backend, timeout=180):
-        assert {row[2:4] for row in seen} == {(0, 0)}
-        assert len(seen) == 4
-        assert len(set(seen)) == 1, seen
