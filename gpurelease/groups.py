@@ -109,13 +109,6 @@ class ReleasableGroup:
         for placeholder, backend in zip(self._placeholders, backends, strict=True):
             torch_internals.copy_hook(placeholder, backend)
 
-    def update(self, backends: Sequence[Backend]) -> None:
-        """Set on the old backends the time-outs that were set meanwhile on their placeholders."""
-        for placeholder, blueprint, backend in zip(self._placeholders, self._blueprints, backends, strict=True):
-            timeout = torch_internals.timeout_of(placeholder)
-            if timeout is not None and timeout != blueprint.timeout:
-                torch_internals.set_timeout(backend, timeout)
-
     def put_on(self, backends: Sequence[Backend]) -> None:
         """Put backends into the table, in the places of those that were taken off; the others stay."""
         self._put(backends)

@@ -60,8 +60,6 @@ class Suspend(Strategy):
         _on_all(torch_internals.abort, "ending", gone, limit)
         with transition.step("resume"):
             problems += _on_all(torch_internals.resume, "resuming", self._suspended, limit)
-        for group, backends in self._kept:
-            group.update(backends)
         return self._kept, problems
 
     def give_up(self, built: list[Backends], limit: timedelta) -> Strategy:

@@ -93,11 +93,6 @@ def why_not_suspended(backend: Backend) -> str:
 # -------------------------------------------------------------------------------------------------------------- told
 
 
-def set_timeout(backend: Backend, timeout: timedelta) -> None:
-    """Set the time-out of ``backend``'s collectives."""
-    unwrap(backend).set_timeout(timeout)  # 2.11 to 2.15
-
-
 def shut_down(backend: Backend, device: torch.device | None) -> None:
     """Shut ``backend`` down, with its own device current: NCCL would else touch device 0 (pytorch 159262)."""
     inner = unwrap(backend)

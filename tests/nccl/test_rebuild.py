@@ -573,3 +573,36 @@ def test_a_communicator_that_cannot_be_made_fails_all_and_can_be_tried_again(ncc
         assert "NCCL error" in failures[1]
         assert "GiB were free on cuda:1" in failures[1]
         assert (world_sum, group_sum) == (3, 3)
+
+
+def failing_before_others_wait(rank, size, failing):
+    from gpurelease.groups import ReleasableGroup
+
+    init_nccl(rank, size, backend=FIRST)
+    group = dist.new_group(list(range(size)), backend=FIRST)
+    total(), total(group)
+    build, told = ReleasableGroup.build, None
+
+    def fails(*args):
+        raise OSError("injected")
+
+    try:
+        with released_world(timeout=4):
+            if rank == failing:
+                ReleasableGroup.build = fails
+            started = time.monotonic()
+    except RestoreFailed as error:
+        told = error.failures
+    in_time = time.monotonic() - started < 7
+    ReleasableGroup.build = build
+    started = time.monotonic()
+    restore_world()
+    return told, in_time, time.monotonic() - started < 5, total(), total(group)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_ranks_that_wait_for_one_that_failed_do_so_within_the_limit_and_hold_nothing_up_then(nccl_ranks, failing):
+    """They wait in the store for NCCL's id, for as long as the store's own time-out, and hold it meanwhile."""
+    for told, in_time, again_in_time, *sums in nccl_ranks(failing_before_others_wait, 3, failing=failing, timeout=90):
+        assert "injected" in told[failing]
+        assert (in_time, again_in_time, sums) == (True, True, [3, 3])

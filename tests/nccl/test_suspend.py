@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restore_world, restored_world
+from gpurelease.strategy import Backends
 from tests.nccl.double import (
     CONNECTS_AT_ONCE,
     FIRST,
@@ -131,6 +133,8 @@ def small_things(rank, size):
     assert held() == live() * (GIVES + STAYS)
     with pytest.raises(ZeroDivisionError), released_world(strategy="suspend", timeout=20):
         _ = 1 / 0
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, Backends)], "they are the groups' own again"
     assert total() == total(group) == total(engine) == 1
     return int(backend_of(group).options._timeout.total_seconds())
 
