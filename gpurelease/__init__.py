@@ -5,10 +5,10 @@
     # every group, wherever it is held, works again
 
 The package, from the outside in: ``api`` and ``decorator`` (what users write), ``scopes`` (which of the nested ones
-act), ``world`` (the way of all ranks from one state to the other), ``agreement`` and ``rollcall`` (how they decide),
-``strategy``, ``rebuild`` and ``suspend`` (how memory is given back), ``groups``, ``rebuilders`` and ``standin`` (what
-is released, how it is built again, and what stands in meanwhile), ``torch_internals/`` (all that torch keeps private)
-and ``csrc/`` (the one thing that Python cannot do).
+act), ``world``, ``release``, ``restore`` and ``state`` (the way of all ranks from one state to the other),
+``agreement`` and ``rollcall`` (how they decide), ``strategy``, ``rebuild`` and ``suspend`` (how memory is given back),
+``groups``, ``rebuilders`` and ``standin`` (what is released, how it is built again, and what stands in meanwhile),
+``torch_internals/`` (all that torch keeps private) and ``csrc/`` (the one thing that Python cannot do).
 """
 
 from gpurelease.api import (

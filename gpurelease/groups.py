@@ -86,7 +86,7 @@ class ReleasableGroup:
         backends = []
         with torch_internals.waiting_at_most(store, timeout):
             for blueprint in self._blueprints:
-                backends.append(blueprint.build(PrefixStore(f"{prefix}/{blueprint.devices[0]}", store), timeout))
+                backends.append(blueprint.build(PrefixStore(prefix + blueprint.devices[0], store), timeout))
         return backends
 
     def connect(self, backends: Sequence[Backend], timeout: timedelta) -> None:

@@ -25,7 +25,8 @@ from gpurelease import torch_internals
 from gpurelease.errors import ScopeMisuse
 from gpurelease.report import Report
 from gpurelease.settings import ScopeOptions, disabled
-from gpurelease.world import Phase, World
+from gpurelease.state import Phase
+from gpurelease.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -9,29 +9,60 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup
 
 from gpurelease import torch_internals
+from gpurelease.groups import ReleasableGroup
 from gpurelease.torch_internals import GLOO_TYPE, Backend, Books, Entry, Table
 
 
-def new_gloo(world: ProcessGroup, prefix: str, timeout: timedelta, limit: timedelta) -> Backend:
-    """Build a Gloo backend for WORLD. All ranks must call.
+class StandIn:
+    """A Gloo backend, kept for many scopes, and what WORLD had before it stood in.
 
-    It connects every rank to every other, once for many scopes. Gloo can also connect two ranks when they first talk,
-    which would cost nothing where nobody talks; but then, in every torch of today, a collective to which one rank
-    does not come can wait far longer than its time-out (gloo 520), and a body that raises on one rank is just that.
-    Very large worlds can have it with ``TORCH_GLOO_LAZY_INIT=1``.
-
-    Args:
-        world: WORLD.
-        prefix: Prefix of the backend's keys in WORLD's store: one that no Gloo backend had before.
-        timeout: Time-out of its collectives.
-        limit: Longest wait for the other ranks here.
+    It connects every rank to every other, once. Gloo can also connect two ranks when they first talk, which would
+    cost nothing where nobody talks; but then, in every torch of today, a collective to which one rank does not come
+    can wait far longer than its time-out (gloo 520), and a body that raises on one rank is just that. Very large
+    worlds can have it with ``TORCH_GLOO_LAZY_INIT=1``.
     """
-    store = PrefixStore(prefix, torch_internals.store_of(world))
-    return torch_internals.new_default_gloo(store, world.rank(), world.size(), timeout, limit)
+
+    def __init__(self) -> None:
+        self._gloo: Backend | None = None
+        self._absence: _Absence | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a Gloo backend."""
+        return self._gloo is not None
+
+    def prepare(self, world: ReleasableGroup, prefix: str, timeout: timedelta, limit: timedelta) -> None:
+        """Have a Gloo backend: WORLD's own if it has one that stays, else a new one. All ranks must call.
+
+        Args:
+            world: WORLD.
+            prefix: Prefix of the backend's keys in WORLD's store: one that no Gloo backend had before.
+            timeout: Time-out of its collectives.
+            limit: Longest wait for the other ranks here.
+        """
+        self._gloo = world.gloo_that_stays()
+        if self._gloo is None:
+            group = world.group
+            store = PrefixStore(prefix, torch_internals.store_of(group))
+            self._gloo = torch_internals.new_default_gloo(store, group.rank(), group.size(), timeout, limit)
+
+    def begin(self, world: ProcessGroup) -> None:
+        """Stand in for WORLD, which has placeholders on its table."""
+        self._absence = _Absence(world, self._gloo)
+
+    def end(self, world: ProcessGroup | None) -> None:
+        """Put WORLD's table, books and bound device back as they were before ``begin``, if it was called."""
+        if self._absence is not None and world is not None:
+            self._absence.end(world)
+        self._absence = None
+
+    def drop(self) -> None:
+        """Let go of the backend: the next scope has a new one."""
+        self._gloo = self._absence = None
 
 
-class Absence:
-    """What WORLD had before Gloo stood in for it, kept to be put back.
+class _Absence:
+    """What WORLD had before Gloo stood in for it.
 
     Gloo serves all device types that WORLD served, so that collectives on device tensors work too, through the host.
 

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from gpurelease.errors import ReleaseFailed, RestoreFailed
 from gpurelease.scopes import Scopes
 from gpurelease.settings import ScopeOptions
-from gpurelease.world import Phase
+from gpurelease.state import Phase
 
 
 class FakeWorld:
