@@ -138,12 +138,12 @@ def on_release(answers: list[Answer]) -> Verdict:
 def on_restore(answers: list[Answer]) -> Verdict:
     """Decide which groups are restored: those that no member has destroyed meanwhile.
 
-    Answers carry "destroyed" (keys of released groups that are gone on that rank), "body_failed" and "context" (what an
-    ``also=`` context raised when it was left).
+    Answers carry "destroyed" (keys of released groups that are gone on that rank), "doubted" (whether a body raised on
+    it while Gloo stood in) and "context" (what an ``also=`` context raised when it was left).
 
     Returns:
         "destroyed": key -> the ranks that destroyed the group.
-        "body_failed": whether the body of the scope raised on any rank.
+        "doubted": whether Gloo is in doubt on any rank.
         "contexts": by rank, what contexts have raised.
     """
     failures = failures_of(answers, "goal")
@@ -156,7 +156,7 @@ def on_restore(answers: list[Answer]) -> Verdict:
     return {
         "failures": {},
         "destroyed": destroyed,
-        "body_failed": any(answer["body_failed"] for answer in answers),
+        "doubted": any(answer["doubted"] for answer in answers),
         "contexts": {rank: answer["context"] for rank, answer in enumerate(answers) if answer["context"]},
     }
 

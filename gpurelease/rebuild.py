@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -45,13 +46,19 @@ class Rebuild(Strategy):
         come without end.
         """
         built: list[Backends] = []
-        problems = empty_cache()
-        for group in groups:
-            job = partial(self._build, group, prefix, limit, transition, built)
-            [error] = run_all([job], 1, limit.total_seconds())
-            if error is not None:
-                problems.append(f"building {group}: {error}{memory_left(group)}")
-                break
+        problems, done, interrupted = empty_cache(), 0, threading.Event()
+        try:
+            for group in groups:
+                job = partial(self._build, group, prefix, limit, transition, built, interrupted)
+                [error] = run_all([job], 1, limit.total_seconds())
+                if error is not None:
+                    problems.append(f"building {group}: {error}{memory_left(group)}")
+                    break
+                done += 1
+        except BaseException:  # Ctrl-C: nobody else knows of what was built
+            interrupted.set()
+            self.release(built[:done], limit)
+            raise
         return list(built), problems
 
     def give_up(self, built: list[Backends], limit: timedelta) -> Strategy:
@@ -63,12 +70,20 @@ class Rebuild(Strategy):
         """Keep the shells until the next release: somebody may still ask a Work object of the last one."""
 
     def _build(
-        self, group: ReleasableGroup, prefix: str, limit: timedelta, transition: Transition, built: list[Backends]
+        self,
+        group: ReleasableGroup,
+        prefix: str,
+        limit: timedelta,
+        transition: Transition,
+        built: list[Backends],
+        interrupted: threading.Event,
     ) -> None:
         with torch_internals.on_device(group.device):
             with transition.step("build"):
                 built.append(Backends(group, group.build(prefix, 0.9 * limit)))
-            backends = built[-1].backends
+            last = built[-1]
             with transition.step("connect"):
-                group.connect(backends, 0.9 * limit)
-            group.inherit(backends)
+                group.connect(last.backends, 0.9 * limit)
+            group.inherit(last.backends)
+        if interrupted.is_set():
+            self.release([last], limit)

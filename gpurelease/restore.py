@@ -10,7 +10,7 @@ from gpurelease.errors import RestoreFailed
 from gpurelease.report import Transition
 from gpurelease.rollcall import Verdict, ranks_text
 from gpurelease.state import FreeMemory, Phase, State
-from gpurelease.strategy import put_on
+from gpurelease.strategy import Backends, put_on
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,8 @@ def restore(state: State, transition: Transition, *, body_failed: bool, context_
     Args:
         state: It is RELEASED.
         transition: Where to write the seconds and bytes.
-        body_failed: Whether something is on its way out of the scope on this rank.
+        body_failed: Whether something is on its way out of the scope on this rank: Gloo is then built anew for the next
+            one, since a collective that one rank left in the middle breaks its connections.
         context_failed: What a context of the scope raised on this rank when it was left.
 
     Returns:
@@ -35,7 +36,7 @@ def restore(state: State, transition: Transition, *, body_failed: bool, context_
     answer = {
         "goal": "restore",
         "destroyed": [group.key for group in state.released if group.key not in here],
-        "body_failed": body_failed,
+        "doubted": state.stand_in.is_doubted or body_failed,
         "context": context_failed,
     }
     verdict = together.reach(answer, agreement.on_restore)
@@ -48,21 +49,23 @@ def restore(state: State, transition: Transition, *, body_failed: bool, context_
 
     groups = list(here.values())
     memory = FreeMemory(groups)
-    ready, problems = state.strategy.restore(groups, state.prefix("generation"), state.limit, transition)
+    ready: list[Backends] = []
     try:
+        ready, problems = state.strategy.restore(groups, state.prefix("generation"), state.limit, transition)
         together.confirm("restored", problems, memory.gained())
-    except RestoreFailed:
+    except BaseException:  # also Ctrl-C, of which the others hear and do the same
         state.strategy = state.strategy.give_up(ready, state.limit)
         raise
     state.phase = Phase.RESTORING
     with transition.step("put on"):
-        state.stand_in.end(state.world)
+        timeout = state.stand_in.end(state.world)
         put_on(ready)
+        if timeout is not None and state.world is not None:
+            torch_internals.set_timeout(state.world, timeout)
     state.strategy.settle()
     state.phase = Phase.ARMED
     state.released = []
-    if verdict["body_failed"]:
-        # A collective that one rank left in the middle breaks Gloo's connections.
+    if verdict["doubted"]:
         state.stand_in.drop()
     transition.groups = len(ready)
     return verdict

@@ -58,7 +58,7 @@ class RollCall:
         self._rank = rank
         self._size = size
         self.number = 0
-        self._verdicts_read: list[str] = []
+        self._read: list[str] = []  # rank 0: keys that nobody needs, once all have come to a later roll call
         # Rank 0: the words it has handed the token out for, by rank, until all ranks came once.
         self._words: dict[int, bytes] | None = {}
         # A waiting rank asks again after a twentieth of the time it has waited, at most this many seconds: four
@@ -96,10 +96,12 @@ class RollCall:
         """Break off the roll call that this rank is in, or else the next one, for the ranks that wait there or will."""
         if not self.token:
             return
-        verdict = {"missing": [self._rank], "reason": reason}
+        # With a word of its own, or it would take the verdict that it wrote the last time for this one.
+        verdict = {"missing": [self._rank], "reason": reason, "word": uuid.uuid4().hex[:12]}
         if self.number == 0 or self._propose(verdict) != verdict:
             self.number += 1
             self._propose(verdict)
+        self._note_for_deletion(verdict)
 
     def _call(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], clock: _Clock) -> Verdict:
         if self.token:
@@ -115,7 +117,7 @@ class RollCall:
                     self._give_up(clock.timeout)
         verdict: Verdict = json.loads(self._room.get(self._verdict_key()))
         answers = [self._answer_key(rank) for rank in range(self._size)]
-        self._note_verdict_read()
+        self._note_for_deletion(verdict)
         if "missing" in verdict:
             self._catch_up()
         # The last thing that is asked of the store, for _let_the_others_read().
@@ -140,9 +142,9 @@ class RollCall:
             verdict = {"missing": [0], "reason": f"rank 0 failed to conclude the roll call: {error!r}"}
         self._propose(verdict)
         # All came to this roll call, so all have read the verdicts before it.
-        for key in self._verdicts_read:
+        for key in self._read:
             self._room.delete_key(key)
-        self._verdicts_read.clear()
+        self._read.clear()
 
     def _let_the_others_read(self, answers: list[str]) -> None:
         """Wait a little until all that came have read a bad verdict, and so deleted their answers.
@@ -170,11 +172,12 @@ class RollCall:
         """Skip the roll calls that the others gave up while this rank was away: the next one it comes to is theirs."""
         while self._room.check([f"verdict/{self.number + 1}"]):
             self.number += 1
-            self._note_verdict_read()
+            self._note_for_deletion(json.loads(self._room.get(self._verdict_key())))
 
-    def _note_verdict_read(self) -> None:
-        if self._rank == 0:  # who will delete it
-            self._verdicts_read.append(self._verdict_key())
+    def _note_for_deletion(self, verdict: Verdict) -> None:
+        """Have rank 0 delete the verdict, and the answers of ranks that do not come to read it and delete theirs."""
+        if self._rank == 0:
+            self._read += [self._verdict_key(), *(self._answer_key(rank) for rank in verdict.get("missing", ()))]
 
     def _join(self, clock: _Clock) -> bool:
         """Say a fresh word, and be handed the token and the number of the roll call that is on."""

@@ -136,6 +136,8 @@ class Scopes:
             world = frame.world
             if world is None:
                 return
+            if error is not None:
+                world.doubt_stand_in()
             if world.is_gone:
                 frame.report.reason = "WORLD was destroyed inside the scope"
                 world.forget()
@@ -147,7 +149,7 @@ class Scopes:
                 context_error = error if error is not frame.error else None
                 world.restore(frame.report, body_failed=error is not None, context_error=context_error)
             elif wanted == "released" and frame.acted and world.phase is Phase.ARMED:
-                world.release(world.options, frame.report)
+                world.release(frame.options, frame.report)
                 self._tell_the_scope_around(frame, done)
 
     def abandon(self, frame: Frame, interrupt: BaseException) -> None:
@@ -155,10 +157,14 @@ class Scopes:
         with self._alone(frame):
             self._close(frame)
             world = frame.world
-            if world is not None and not world.is_gone and frame.acted:
-                somebody_waits = (world.phase is Phase.ARMED) == (frame.wants == "restored")
-                if somebody_waits:
-                    world.leave(interrupt)
+            if world is None or world.is_gone:
+                return
+            world.doubt_stand_in()
+            outer, armed = self._innermost(world), world.phase is Phase.ARMED
+            wanted = outer.wants if outer else "restored"
+            somebody_waits = not armed if wanted == "restored" else armed and frame.acted
+            if somebody_waits:
+                world.leave(interrupt)
 
     def leave_split(self) -> Report:
         """Close the scope that ``release_world()`` opened, or restore again after a restore that failed.
@@ -231,6 +237,7 @@ class Scopes:
         if world.phase is Phase.ARMED:
             frame.report.reason = "the world is not released"
         else:
+            frame.options = world.options  # it is released with them again, whatever was released with others inside
             world.restore(frame.report)
             frame.acted = outer is not None
             self._tell_the_scope_around(frame, 0)

@@ -20,11 +20,16 @@ class StandIn:
     cost nothing where nobody talks; but then, in every torch of today, a collective to which one rank does not come
     can wait far longer than its time-out (gloo 520), and a body that raises on one rank is just that. Very large
     worlds can have it with ``TORCH_GLOO_LAZY_INIT=1``.
+
+    Attributes:
+        is_doubted: Whether a collective may have been left in its middle, which breaks the connections.
     """
 
     def __init__(self) -> None:
         self._gloo: Backend | None = None
         self._absence: _Absence | None = None
+        self._timeout: timedelta | None = None
+        self.is_doubted = False
 
     @property
     def is_ready(self) -> bool:
@@ -49,16 +54,25 @@ class StandIn:
     def begin(self, world: ProcessGroup) -> None:
         """Stand in for WORLD, which has placeholders on its table."""
         self._absence = _Absence(world, self._gloo)
+        self._timeout = torch_internals.timeout_of(self._gloo)
 
-    def end(self, world: ProcessGroup | None) -> None:
-        """Put WORLD's table, books and bound device back as they were before ``begin``, if it was called."""
-        if self._absence is not None and world is not None:
-            self._absence.end(world)
+    def end(self, world: ProcessGroup | None) -> timedelta | None:
+        """Put WORLD's table, books and bound device back as they were before ``begin``, if it was called.
+
+        Returns:
+            The time-out that WORLD was given meanwhile, or None.
+        """
+        if self._absence is None or world is None:
+            return None
+        self._absence.end(world)
         self._absence = None
+        timeout = torch_internals.timeout_of(self._gloo)
+        return timeout if timeout != self._timeout else None
 
     def drop(self) -> None:
         """Let go of the backend: the next scope has a new one."""
         self._gloo = self._absence = None
+        self.is_doubted = False
 
 
 class _Absence:

@@ -150,6 +150,11 @@ class World:
             where = ranks_text(sorted(failed))
             raise ContextFailed(f"The world was restored, but also= failed on {where}:", failed)
 
+    def doubt_stand_in(self) -> None:
+        """Hear that a body failed: if Gloo stands in, a collective may have been left in its middle."""
+        if self.phase is Phase.RELEASED:
+            self._state.stand_in.is_doubted = True
+
     def leave(self, interrupt: BaseException) -> None:
         """Tell the ranks that will wait for this one why it does not come."""
         rank = self._state.rank

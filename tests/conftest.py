@@ -49,6 +49,9 @@ class FakeWorld:
         self.events.append("restore after an error" if body_failed else "restore")
         self.phase = Phase.ARMED
 
+    def doubt_stand_in(self):
+        pass
+
     def leave(self, interrupt):
         self.events.append(f"leave with {type(interrupt).__name__}")
 

@@ -58,7 +58,7 @@ def test_ranks_that_differ_are_named_with_what_they_differ_in():
         release(),
         release(),
         release(backends=["nccl"]),
-        {"goal": "restore", "destroyed": [], "body_failed": False},
+        {"goal": "restore", "destroyed": [], "doubted": False},
     ]
     assert on_release(answers)["failures"] == {3: "its goal is 'restore', and 'release' on ranks 0, 1 and 2"}
     assert on_release(answers[:3])["failures"] == {2: "its backends is ('nccl',), and None on ranks 0 and 1"}
@@ -99,13 +99,13 @@ def test_what_may_go_wrong_is_told_by_the_first_rank_that_has_it():
 
 def test_groups_destroyed_on_some_ranks_are_named_with_the_ranks():
     answers = [
-        {"goal": "restore", "destroyed": ["a"], "body_failed": False, "context": ""},
-        {"goal": "restore", "destroyed": [], "body_failed": True, "context": "OSError()"},
+        {"goal": "restore", "destroyed": ["a"], "doubted": False, "context": ""},
+        {"goal": "restore", "destroyed": [], "doubted": True, "context": "OSError()"},
     ]
     assert on_restore(answers) == {
         "failures": {},
         "destroyed": {"a": [0]},
-        "body_failed": True,
+        "doubted": True,
         "contexts": {1: "OSError()"},
     }
 

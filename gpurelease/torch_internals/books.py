@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,11 @@ def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
 def store_of(group: ProcessGroup) -> Store:
     """Return the store that ``group``'s members met on."""
     return distributed_c10d._world.pg_map[group][1]  # 2.11 to 2.15
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Set the time-out of all of ``group``'s backends."""
+    group.set_timeout(timeout)  # 2.11 to 2.15
 
 
 def delete_keys(store: Store, marker: str, but: str | None = None) -> None:
