@@ -68,7 +68,7 @@ $(VENV)/ready: $(BUILT_FROM)
 
 $(VENV_CUDA)/ready:
 	$(PYTHON) -m venv $(VENV_CUDA)
-	$(VENV_CUDA)/bin/python $(PIP) '$(TORCH_CUDA)' setuptools wheel numpy pytest pytest-mock contextlib2
+	$(VENV_CUDA)/bin/python $(PIP) '$(TORCH_CUDA)' setuptools wheel numpy pytest pytest-mock hypothesis contextlib2
 	$(VENV_CUDA)/bin/python $(PIP) --no-deps $(MEGATRON)
 	touch $@
 

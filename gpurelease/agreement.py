@@ -33,8 +33,13 @@ class Agreement:
         self._timeout = timeout
         self._transition = transition
 
-    def reach(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict]) -> Verdict:
+    def reach(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], *, last: bool = False) -> Verdict:
         """Hold a roll call. All ranks must call.
+
+        Args:
+            answer: What this rank has to say.
+            conclude: One of the ``on_...`` functions.
+            last: Whether the program may end after it.
 
         Raises:
             ReleaseFailed, RestoreFailed: On all ranks that came: some did not, or told a problem, or differ.
@@ -42,7 +47,7 @@ class Agreement:
         aim = "release" if self._failure is ReleaseFailed else "restore"
         with self._transition.step("roll call"):
             try:
-                verdict = self._roll_call.call(answer, conclude, self._timeout)
+                verdict = self._roll_call.call(answer, conclude, self._timeout, last=last)
             except NotAllCame as absent:
                 summary = f"The world could not be {aim}d: {absent.reason}."
                 raise self._failure(summary, missing=absent.missing) from absent.__cause__
@@ -75,7 +80,7 @@ class Agreement:
             "tolerated": "; ".join(tolerated),
             "freed_bytes": freed_bytes,
         }
-        verdict = self.reach(answer, on_outcome)
+        verdict = self.reach(answer, on_outcome, last=goal == "restored")
         if freed_bytes is not None:
             self._transition.freed_bytes = freed_bytes
             self._transition.freed_bytes_over_ranks = tuple(verdict["freed_bytes"])

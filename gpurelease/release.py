@@ -20,7 +20,7 @@ from gpurelease.suspend import Suspend
 logger = logging.getLogger(__name__)
 
 
-def release(state: State, report: Report, transition: Transition, contexts: bool) -> Verdict:
+def release(state: State, report: Report, transition: Transition, *, contexts: bool, again: bool) -> Verdict:
     """Release the groups that all their members agree on, with ``state.options``. All ranks must call.
 
     Args:
@@ -28,6 +28,7 @@ def release(state: State, report: Report, transition: Transition, contexts: bool
         report: Where to write what becomes of each group.
         transition: Where to write the seconds and bytes.
         contexts: Whether this rank's scope has an ``also=``.
+        again: Whether a ``restored_world()`` is left. What ``keep=`` names may be gone by now.
 
     Returns:
         What was agreed: see :func:`gpurelease.agreement.on_release`.
@@ -44,7 +45,7 @@ def release(state: State, report: Report, transition: Transition, contexts: bool
         "strategy": state.options.strategy,
         "backends": state.options.backends,
         "groups": {c.key: [c.group.size(), c.connected, c.why_not_suspended] for c in planned.candidates},
-        "unmatched": planned.unmatched,
+        "unmatched": [] if again else planned.unmatched,
         "contexts": contexts,
     }
     verdict = together.reach(answer, agreement.on_release)

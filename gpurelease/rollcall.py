@@ -68,13 +68,16 @@ class RollCall:
         if rank == 0:
             self._enter_room(uuid.uuid4().hex[:12])
 
-    def call(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], timeout: float) -> Verdict:
+    def call(
+        self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], timeout: float, *, last: bool = False
+    ) -> Verdict:
         """Answer, and wait for the verdict on all ranks' answers. All ranks must call.
 
         Args:
             answer: What this rank has to say; must survive JSON.
             conclude: Makes the verdict of all answers, in order of ranks. It runs on rank 0 only.
             timeout: Longest wait, in seconds.
+            last: Whether this process may end after it.
 
         Returns:
             The verdict, the same on all ranks.
@@ -83,7 +86,7 @@ class RollCall:
             NotAllCame: On every rank that came, with the same ranks named.
         """
         try:
-            verdict = self._call(answer, conclude, _Clock(timeout, self._longest_pause))
+            verdict = self._call(answer, conclude, _Clock(timeout, self._longest_pause), last)
         except RuntimeError as error:  # torch's DistError and its kin
             raise NotAllCame(
                 (), f"WORLD's store does not answer; its host, usually rank 0, may be gone ({error})"
@@ -103,7 +106,7 @@ class RollCall:
             self._propose(verdict)
         self._note_for_deletion(verdict)
 
-    def _call(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], clock: _Clock) -> Verdict:
+    def _call(self, answer: Answer, conclude: Callable[[list[Answer]], Verdict], clock: _Clock, last: bool) -> Verdict:
         if self.token:
             self.number += 1
         elif not self._join(clock):
@@ -122,7 +125,7 @@ class RollCall:
             self._catch_up()
         # The last thing that is asked of the store, for _let_the_others_read().
         self._room.delete_key(answers[self._rank])
-        if self._rank == 0 and (verdict.get("missing") or verdict.get("failures")):
+        if self._rank == 0 and (last or verdict.get("missing") or verdict.get("failures")):
             self._let_the_others_read(answers)
         return verdict
 
@@ -147,10 +150,10 @@ class RollCall:
         self._read.clear()
 
     def _let_the_others_read(self, answers: list[str]) -> None:
-        """Wait a little until all that came have read a bad verdict, and so deleted their answers.
+        """Wait a little until all that came have read the verdict, and so deleted their answers.
 
-        Rank 0 usually hosts the store. If the error that it is about to raise ends it, the others would be told of a
-        lost store and not of the cause.
+        Rank 0 usually hosts the store. If it ends now, by the error that it is about to raise or because its program
+        is over, the others would be told of a lost store.
         """
         clock = _Clock(2.0, self._longest_pause)
         while any(self._room.check([answer]) for answer in answers) and clock.pause():

@@ -149,7 +149,7 @@ class Scopes:
                 context_error = error if error is not frame.error else None
                 world.restore(frame.report, body_failed=error is not None, context_error=context_error)
             elif wanted == "released" and frame.acted and world.phase is Phase.ARMED:
-                world.release(frame.options, frame.report)
+                world.release(frame.options, frame.report, again=True)
                 self._tell_the_scope_around(frame, done)
 
     def abandon(self, frame: Frame, interrupt: BaseException) -> None:

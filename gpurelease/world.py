@@ -68,13 +68,14 @@ class World:
         self._state.released = []
         self._state.stand_in.drop()
 
-    def release(self, options: ScopeOptions, report: Report, *, contexts: bool = False) -> None:
+    def release(self, options: ScopeOptions, report: Report, *, contexts: bool = False, again: bool = False) -> None:
         """Release the groups that all their members agree on. If there are none, the report says so.
 
         Args:
             options: What the user asked for.
             report: Where to write what was done.
             contexts: Whether the scope enters contexts now: then ``enter_contexts`` must be called.
+            again: Whether a ``restored_world()`` is left.
 
         Raises:
             ReleaseFailed: On all ranks; the world is ARMED.
@@ -85,7 +86,7 @@ class World:
         transition = Transition("release")
         self._state.options = options
         try:
-            verdict = release(self._state, report, transition, contexts)
+            verdict = release(self._state, report, transition, contexts=contexts, again=again)
         except INTERRUPTS as interrupt:
             self.leave(interrupt)
             raise

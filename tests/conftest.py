@@ -24,7 +24,7 @@ class FakeWorld:
         self.events = []
         self.released_with = []
 
-    def release(self, options, report, *, contexts=False):
+    def release(self, options, report, *, contexts=False, again=False):
         self.options = options
         self.released_with.append(options)
         if self.fail_next:

@@ -123,6 +123,7 @@ def _run(
     out = open(where / f"{rank}.out", "w", buffering=1)  # noqa: SIM115 - open as long as the process
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
+    faulthandler.enable(file=out, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=out, all_threads=True)
     os.environ.update(env, RANKS_FOLDER=str(where), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)

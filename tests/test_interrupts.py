@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from gpurelease import (
     released_world,
     restore_world,
     restored_world,
+    rollcall,
 )
 from gpurelease.groups import ReleasableGroup
 from tests.cycles import POSING, backend_of, refusal, total
@@ -151,6 +153,41 @@ def options_of_the_scope_around(rank, size):
 
 def test_restored_world_releases_again_with_the_options_of_the_scope_around_it():
     assert run_ranks(options_of_the_scope_around, 2) == [[True, False, True]] * 2
+
+
+def over_at_once(rank, size):
+    init_gloo(rank, size)
+    if rank > 0:
+        pause = rollcall._Clock.pause
+
+        def slowly(clock):
+            time.sleep(0.3)
+            return pause(clock)
+
+        rollcall._Clock.pause = slowly
+    with released_world(**POSING):
+        pass
+    if rank == 0:
+        os._exit(0)  # it hosts the store
+    return is_released()
+
+
+def test_a_program_may_end_right_after_a_scope():
+    assert run_ranks(over_at_once, 3) == [None, False, False]
+
+
+def kept_and_gone(rank, size):
+    init_gloo(rank, size)
+    group = dist.new_group([0, 1], group_desc="weights")
+    with released_world(**POSING, keep="weights"):
+        with restored_world():
+            dist.destroy_process_group(group)
+        assert is_released()
+    return total()
+
+
+def test_a_group_that_is_kept_by_name_may_be_destroyed_in_a_restored_world():
+    assert run_ranks(kept_and_gone, 2) == [1, 1]
 
 
 def timeout_of_world(rank, size):
