@@ -12,7 +12,6 @@ from gpurelease.groups import ReleasableGroup
 from gpurelease.parallel import run_all
 from gpurelease.report import Transition
 from gpurelease.strategy import THREADS, Backends, Problems, Strategy, empty_cache, memory_left
-from gpurelease.torch_internals import Backend
 
 
 class Rebuild(Strategy):
@@ -21,18 +20,14 @@ class Rebuild(Strategy):
     name = "rebuild"
     step = "tear down"
 
-    def __init__(self) -> None:
-        # What is left of backends that Work objects, which users may still hold, point to.
-        self._shells: list[Backend] = []
-
     def release(self, taken: list[Backends], limit: timedelta) -> Problems:
         """Shut all backends down, at the same time, and drop them."""
         backends = [backend for _, backends in taken for backend in backends]
-        outliving = [backend for backend in backends if torch_internals.is_second_nccl(torch_internals.unwrap(backend))]
+        one_by_one = any(torch_internals.is_second_nccl(torch_internals.unwrap(backend)) for backend in backends)
         names = [str(group) for group, backends in taken for _ in backends]
         jobs = [partial(torch_internals.shut_down, backend, group.device) for group, bs in taken for backend in bs]
-        outcomes = run_all(jobs, 1 if outliving else THREADS, limit.total_seconds())
-        self._shells = outliving
+        outcomes = run_all(jobs, 1 if one_by_one else THREADS, limit.total_seconds())
+        self._shells.keep(backends)
         taken.clear()
         failed = [pair for pair in zip(names, outcomes, strict=True) if pair[1] is not None]
         return [f"shutting down {name}: {error}" for name, error in failed] + empty_cache()
@@ -67,7 +62,7 @@ class Rebuild(Strategy):
         return self
 
     def settle(self) -> None:
-        """Keep the shells until the next release: somebody may still ask a Work object of the last one."""
+        """Nothing is left to let go of."""
 
     def _build(
         self,

@@ -49,7 +49,7 @@ def release(state: State, report: Report, transition: Transition, *, contexts: b
         "contexts": contexts,
     }
     verdict = together.reach(answer, agreement.on_release)
-    strategy = Suspend() if verdict["strategy"] == "suspend" else Rebuild()
+    strategy = (Suspend if verdict["strategy"] == "suspend" else Rebuild)(state.shells)
     report.strategy, report.strategy_reason = strategy.name, verdict["strategy_reason"]
     groups, report.groups = planned.agreed(verdict["kept"], suspended=strategy.name == "suspend")
     if not verdict["any"]:

@@ -15,7 +15,7 @@ from gpurelease.rebuild import Rebuild
 from gpurelease.rollcall import RollCall
 from gpurelease.settings import ScopeOptions
 from gpurelease.standin import StandIn
-from gpurelease.strategy import Strategy
+from gpurelease.strategy import Shells, Strategy
 
 
 class Phase(enum.Enum):
@@ -46,6 +46,7 @@ class State:
         store: WORLD's store.
         roll_call: How the ranks agree.
         stand_in: Gloo in WORLD's place.
+        shells: What outlives strategies.
         strategy: How memory was given back the last time, with what it needs to take it again.
         released: The groups that are released, in the order that all ranks have.
         there_at_release: The groups that were there when the world was released.
@@ -60,7 +61,8 @@ class State:
         self.store = torch_internals.store_of(group)
         self.roll_call = RollCall(self.store, group.rank(), group.size())
         self.stand_in = StandIn()
-        self.strategy: Strategy = Rebuild()
+        self.shells = Shells()
+        self.strategy: Strategy = Rebuild(self.shells)
         self.released: list[ReleasableGroup] = []
         self.there_at_release: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
         self.made_while_released: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()

@@ -6,6 +6,7 @@ Nothing here raises: what fails is returned in words, for all ranks to hear at t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -29,8 +30,29 @@ class Backends(NamedTuple):
     backends: list[Backend]
 
 
+class Shells:
+    """What is left of ended backends that Work objects, which users may still hold, point to.
+
+    A Work of torch's second ProcessGroupNCCL does not keep its backend alive, and corrupts memory when it is asked, or
+    only dropped, after it: a loop's variable of the scope before is enough. So the last few are kept; they hold no
+    device memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[list[Backend]] = deque(maxlen=8)
+
+    def keep(self, backends: Sequence[Backend]) -> None:
+        """Keep those backends that may be pointed to, and let the oldest go."""
+        outliving = [each for each in backends if torch_internals.is_second_nccl(torch_internals.unwrap(each))]
+        if outliving:
+            self._kept.append(outliving)
+
+
 class Strategy(ABC):
     """How communicators give their memory back, during one release and the restore after it, on one rank.
+
+    Args:
+        shells: What outlives the strategy.
 
     Attributes:
         name: What users call it.
@@ -39,6 +61,9 @@ class Strategy(ABC):
 
     name: str
     step: str
+
+    def __init__(self, shells: Shells) -> None:
+        self._shells = shells
 
     @abstractmethod
     def release(self, taken: list[Backends], limit: timedelta) -> Problems:

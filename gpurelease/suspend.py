@@ -19,7 +19,7 @@ from gpurelease.groups import ReleasableGroup
 from gpurelease.parallel import run_all
 from gpurelease.rebuild import Rebuild
 from gpurelease.report import Transition
-from gpurelease.strategy import THREADS, Backends, Problems, Strategy, empty_cache, memory_left
+from gpurelease.strategy import THREADS, Backends, Problems, Shells, Strategy, empty_cache, memory_left
 from gpurelease.torch_internals import Backend
 
 
@@ -36,7 +36,8 @@ class Suspend(Strategy):
     name = "suspend"
     step = "suspend"
 
-    def __init__(self) -> None:
+    def __init__(self, shells: Shells) -> None:
+        super().__init__(shells)
         self._kept: list[Backends] = []
         # Backends without a communicator have nothing to suspend, and raise if they are asked to.
         self._suspended: list[_Member] = []
@@ -57,7 +58,7 @@ class Suspend(Strategy):
         self._kept = [backends for backends in self._kept if backends.group.key in wanted]
         self._suspended = [m for m in self._suspended if m.group.key in wanted]
         problems = empty_cache()
-        _on_all(torch_internals.abort, "ending", gone, limit)
+        self._end(gone, limit)
         with transition.step("resume"):
             problems += _on_all(torch_internals.resume, "resuming", self._suspended, limit)
         return self._kept, problems
@@ -68,13 +69,17 @@ class Suspend(Strategy):
         NCCL has the members of a communicator meet to suspend and to resume it. If one has failed, some may be on
         this side of it and some on the other, and none can be brought back together.
         """
-        _on_all(torch_internals.abort, "ending", _members(self._kept), limit)
+        self._end(_members(self._kept), limit)
         self._kept, self._suspended = [], []
-        return Rebuild()
+        return Rebuild(self._shells)
 
     def settle(self) -> None:
         """Let go of the backends: they are the groups' own again."""
         self._kept, self._suspended = [], []
+
+    def _end(self, members: Sequence[_Member], limit: timedelta) -> None:
+        _on_all(torch_internals.abort, "ending", members, limit)
+        self._shells.keep([member.backend for member in members])
 
 
 def _members(kept: Sequence[Backends]) -> list[_Member]:

@@ -470,8 +470,9 @@ def in_flight(rank, size, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_collectives_in_flight_at_entry_are_done(nccl_ranks, backend):
-    """Each takes 100 ms on the device; the double fails the test if one was cut off. Their Work can be asked later,
-    though the second ProcessGroupNCCL's points to a backend that it does not keep alive."""
+    """Each takes 100 ms on the device; the double fails the test if one was cut off. Their Work can be asked later, and
+    the loop's variable holds one until the next cycle's loop, though the second ProcessGroupNCCL's points to a backend
+    that it does not keep alive."""
     for seconds, group_sum in nccl_ranks(in_flight, 2, backend=backend, env={"SIMGPU_COLLECTIVE_MS": "100"}):
         assert 0.4 < seconds < 5
         assert group_sum == 1

@@ -46,6 +46,7 @@ size_t used[simgpu::kMaxDevices];
 std::atomic<bool> used_at_all[simgpu::kMaxDevices];
 Stream default_streams[simgpu::kMaxDevices];
 std::set<Stream*> streams;
+std::set<Event*> events;  // so that one that is used when it is gone is an error, and no memory is written to
 thread_local int device_ = 0;
 
 size_t total_bytes() { return static_cast<size_t>(simgpu::setting("SIMGPU_TOTAL_MB", 81920)) << 20; }
@@ -56,7 +57,11 @@ Stream& stream_of(cudaStream_t handle) {
   use(device_);
   return default_streams[device_];
 }
-Event& event_of(cudaEvent_t handle) { return *reinterpret_cast<Event*>(handle); }
+Event* event_of(cudaEvent_t handle) {
+  Guard guard(mutex_);
+  auto* event = reinterpret_cast<Event*>(handle);
+  return events.count(event) ? event : nullptr;
+}
 Captured& captured_of(void* handle) { return *static_cast<Captured*>(handle); }
 
 void wait_until(Clock::time_point done) { std::this_thread::sleep_until(done); }
@@ -320,11 +325,13 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   *priority = simgpu::priority_of(stream);
   return cudaSuccess;
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t of, unsigned) {
   Guard guard(mutex_);
+  Event* event = event_of(of);
+  if (!event) return cudaErrorInvalidResourceHandle;
   Stream& stream = stream_of(handle);
-  stream.busy_until = std::max(stream.busy_until, event_of(event).ready);
-  if (event_of(event).capture) stream.capture = event_of(event).capture;  // it joins the capture
+  stream.busy_until = std::max(stream.busy_until, event->ready);
+  if (event->capture) stream.capture = event->capture;  // it joins the capture
   return cudaSuccess;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* about, unsigned) {
@@ -335,35 +342,57 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* about)
   function(about);
   return cudaSuccess;
 }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned) {
   use(device_);
-  *event = reinterpret_cast<cudaEvent_t>(new Event);
+  Guard guard(mutex_);
+  auto* event = new Event;
+  events.insert(event);
+  *handle = reinterpret_cast<cudaEvent_t>(event);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  delete &event_of(event);
+cudaError_t cudaEventDestroy(cudaEvent_t handle) {
+  Guard guard(mutex_);
+  Event* event = event_of(handle);
+  if (!event) return cudaErrorInvalidResourceHandle;
+  events.erase(event);
+  delete event;
   return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
-  Captured* capture = simgpu::capture_of(handle);
+cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+  Captured* capture = simgpu::capture_of(stream);
   Guard guard(mutex_);
+  Event* event = event_of(handle);
+  if (!event) return cudaErrorInvalidResourceHandle;
   Clock::time_point now = Clock::now();
-  event_of(event) = {now, std::max(now, stream_of(handle).busy_until), capture};
+  *event = {now, std::max(now, stream_of(stream).busy_until), capture};
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   return cudaEventRecord(event, stream);
 }
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return Clock::now() < event_of(event).ready ? cudaErrorNotReady : cudaSuccess;
+cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  Guard guard(mutex_);
+  Event* event = event_of(handle);
+  if (!event) return cudaErrorInvalidResourceHandle;
+  return Clock::now() < event->ready ? cudaErrorNotReady : cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  wait_until(event_of(event).ready);
+cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  Clock::time_point ready;
+  {
+    Guard guard(mutex_);
+    Event* event = event_of(handle);
+    if (!event) return cudaErrorInvalidResourceHandle;
+    ready = event->ready;
+  }
+  wait_until(ready);
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
-  *milliseconds = std::chrono::duration<float, std::milli>(event_of(to).ready - event_of(from).ready).count();
+  Guard guard(mutex_);
+  Event *first = event_of(from), *second = event_of(to);
+  if (!first || !second) return cudaErrorInvalidResourceHandle;
+  *milliseconds = std::chrono::duration<float, std::milli>(second->ready - first->ready).count();
   return cudaSuccess;
 }
 
