@@ -6,6 +6,8 @@
 # Each sets up what it needs in $(VENV). To use another torch: make test TORCH='torch==2.14.1' VENV=.venv-2.14
 #
 #   make test-nccl        the tests on the real ProcessGroupNCCL, without a GPU, in an environment of its own
+#   make soak             a random but seeded mix of all that can happen: make soak SOAK='--seconds 600 --seed 7'
+#   make soak-nccl        the same in the environment of test-nccl
 #   make test-gpu         in that environment, on real GPUs: the same checks, and what a scope gives and takes
 #   make test-install     pip install in all ways, in environments of their own
 #   make test-sanitizers  the tests that use the extension most, with it under AddressSanitizer and UBSan (needs g++)
@@ -14,6 +16,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_CUDA ?= torch==2.14.1
 MEGATRON ?= megatron-core==0.16.1
+SOAK ?= --seconds 600 --seed 1
 VENV ?= .venv
 VENV_CUDA ?= .venv-nccl
 PIP = -m pip --disable-pip-version-check install --quiet
@@ -21,7 +24,7 @@ PIP = -m pip --disable-pip-version-check install --quiet
 SANITIZE = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer
 BUILT_FROM = setup.py setup.cfg gpurelease/csrc/backend_table.cpp
 
-.PHONY: demo test lint types test-install test-sanitizers test-nccl test-gpu beside clean
+.PHONY: demo test lint types test-install test-sanitizers test-nccl test-gpu soak soak-nccl beside clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m gpurelease.demo $(DEMO)
@@ -54,6 +57,12 @@ test-nccl: beside
 
 test-gpu: beside
 	cd $(VENV_CUDA)/beside && ../bin/python -m tests.gpu
+
+soak: $(VENV)/ready
+	$(VENV)/bin/python -m tests.soak $(SOAK)
+
+soak-nccl: beside
+	cd $(VENV_CUDA)/beside && ../bin/python -m tests.soak --backend nccl $(SOAK)
 
 # The tests run beside the installed package, and not in the source tree, whose extension is for another torch.
 beside: $(VENV_CUDA)/ready
