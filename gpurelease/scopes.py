@@ -43,6 +43,7 @@ class Frame:
         acted: Whether it made a transition when it was entered.
         report: What it did.
         contexts: Whether it enters contexts once the world is released.
+        in_contexts: Whether they are entered or left now.
         error: What its body raised, or entering it did.
         opener: The thread, and the asyncio task if there is one, that opened it.
     """
@@ -54,6 +55,7 @@ class Frame:
     acted: bool = False
     report: Report = field(default_factory=Report)
     contexts: bool = False
+    in_contexts: bool = False
     error: BaseException | None = None
     opener: str = field(default_factory=lambda: _whoami())
 
@@ -110,9 +112,11 @@ class Scopes:
     def contexts_of(self, frame: Frame) -> Iterator[None]:
         """While a scope's contexts are entered or left, they cannot open or close other scopes."""
         token = _contexts_of.set(frame)
+        frame.in_contexts = True
         try:
             yield
         finally:
+            frame.in_contexts = False
             _contexts_of.reset(token)
 
     def leave(self, frame: Frame, error: BaseException | None = None) -> None:
@@ -203,8 +207,8 @@ class Scopes:
     @contextmanager
     def _alone(self, frame: Frame | None = None) -> Iterator[None]:
         """Keep other threads out, and refuse this one if it is in a transition, or in another scope's contexts."""
-        outer = _contexts_of.get()
-        if outer is not None and outer is not frame:
+        outer = _contexts_of.get()  # a task that a context has started inherits it, and may outlive what it says
+        if outer is not None and outer is not frame and outer.in_contexts:
             raise ScopeMisuse(
                 f"a scope was entered or left from inside the also= of {outer}: its contexts are entered and left "
                 "while the world is released, and cannot change that"

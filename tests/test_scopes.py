@@ -410,6 +410,29 @@ def test_an_asynchronous_also_does_not_hold_up_other_tasks_scopes(world):
     assert world.events == ["release", "restore"]
 
 
+def test_a_task_that_an_also_has_started_can_open_scopes_later(world):
+    async def work():
+        await asyncio.sleep(0.05)
+        async with released_world() as scope:
+            return scope.report.reason
+
+    class Starter:
+        async def __aenter__(self):
+            self.task = asyncio.ensure_future(work())
+            return self
+
+        async def __aexit__(self, *error):
+            pass
+
+    async def main():
+        starter = Starter()
+        async with released_world(also=[starter]):
+            await asyncio.sleep(0)
+            return await starter.task
+
+    assert asyncio.run(main()).startswith("nested in released_world()")
+
+
 def test_asynchronous_also(world):
     class Asleep:
         async def __aenter__(self):
