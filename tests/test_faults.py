@@ -302,6 +302,32 @@ def test_a_rank_that_does_not_enter_is_named_by_the_others_who_are_as_before(lat
     assert run_ranks(late, SIZE, late_rank=late_rank) == [True] * SIZE
 
 
+def late_to_leave(rank, size, late_rank):
+    init_gloo(rank, size)
+    group = dist.new_group(list(range(size)))
+    started = time.monotonic()
+    try:
+        with released_world(**POSING | {"timeout": 1}):
+            if rank == late_rank:
+                time.sleep(2.5)
+            started = time.monotonic()
+    except RestoreFailed as error:
+        told = error.missing
+    took = time.monotonic() - started
+    assert (is_released(), dist.get_backend()) == (True, "gloo")
+    assert refusal(group)
+    dist.barrier()
+    restore_world()
+    return told, took < 4, total(), total(group)
+
+
+@pytest.mark.parametrize("late_rank", [0, 2])
+def test_a_rank_that_hangs_inside_is_named_by_the_others_and_restoring_works_once_it_is_back(late_rank):
+    results = run_ranks(late_to_leave, SIZE, late_rank=late_rank)
+    assert [told for rank, (told, *_) in enumerate(results) if rank != late_rank] == [(late_rank,)] * (SIZE - 1)
+    assert [rest for _, *rest in results] == [[True, 3.0, 3.0]] * SIZE
+
+
 def killed(rank, size, where):
     init_gloo(rank, size)
     with released_world(**POSING):
