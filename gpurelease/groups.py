@@ -28,6 +28,7 @@ class ReleasableGroup:
     Args:
         group: The group.
         backends: What is to be released: by name of the backend, its rows of the group's table.
+        may_suspend: Whether NCCL is to be asked what can be suspended.
 
     Attributes:
         group: The group.
@@ -38,14 +39,14 @@ class ReleasableGroup:
         memory: Bytes of its communicators that can be suspended, and bytes that cannot, or None if NCCL does not say.
     """
 
-    def __init__(self, group: ProcessGroup, backends: Mapping[str, Sequence[Entry]]) -> None:
+    def __init__(self, group: ProcessGroup, backends: Mapping[str, Sequence[Entry]], *, may_suspend: bool) -> None:
         self.group = group
         self._name, ranks = torch_internals.name_of(group), torch_internals.ranks_of(group)
         self.key = hashlib.sha256(f"{self._name}:{ranks}".encode()).hexdigest()[:16]
         rows = [entry for entries in backends.values() for entry in entries]
         self.connected = any(torch_internals.is_connected(entry.backend) for entry in rows)
         self.device = _device_of(group, rows)
-        live = [entries[0].backend for entries in backends.values()]
+        live = [entries[0].backend for entries in backends.values()] if may_suspend else []
         why_not = next(filter(None, map(torch_internals.why_not_suspended, live)), "")
         self.why_not_suspended = f"{self}: {why_not}" if why_not else ""
         told = [memory for memory in map(torch_internals.memory_of, live) if memory is not None]
@@ -188,7 +189,8 @@ def plan(options: ScopeOptions, made_while_released: Collection[ProcessGroup]) -
         if reason:
             plan.kept.append(_describe(group, reason))
         else:
-            plan.candidates.append(ReleasableGroup(group, backends))
+            may_suspend = options.strategy != "rebuild"
+            plan.candidates.append(ReleasableGroup(group, backends, may_suspend=may_suspend))
     if not callable(options.keep):
         plan.unmatched = [name for name in options.keep if isinstance(name, str) and name not in named]
     return plan
