@@ -98,7 +98,7 @@ def shut_down(backend: Backend, device: torch.device | None) -> None:
     inner = unwrap(backend)
     with on_device(device):
         if nccl.is_first_nccl(inner) and nccl.registers_all_memory():
-            inner.abort()  # the device is drained: there is nothing to lose
+            nccl.abort(inner)
         else:
             inner.shutdown()
     options: Any = options_of(inner)
@@ -107,9 +107,9 @@ def shut_down(backend: Backend, device: torch.device | None) -> None:
 
 
 def abort(backend: Backend, device: torch.device | None) -> None:
-    """End ``backend``'s communicators without asking their other members."""
+    """End ``backend``'s communicators without asking their other members. Its collectives must be done."""
     with on_device(device):
-        unwrap(backend).abort()
+        nccl.abort(unwrap(backend))
 
 
 def suspend(backend: Backend, device: torch.device | None) -> None:

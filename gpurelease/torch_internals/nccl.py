@@ -91,6 +91,17 @@ def connect(backend: Any, device: torch.device, *, eager: bool) -> None:
             backend.allreduce([torch.empty(1, dtype=torch.uint8, device=device)]).wait()
 
 
+def abort(backend: Any) -> None:
+    """Abort a backend, of any kind, without DETAIL's wrapper, whose collectives are done.
+
+    If a ProcessGroupNCCL's watchdog, which looks every 100 ms, has not seen a collective done before it finds its
+    communicator aborted, it ends the process, a minute later (2.11 to 2.15).
+    """
+    if is_first_nccl(backend):
+        backend._wait_for_pending_works()  # 2.11 to 2.15
+    backend.abort()
+
+
 def registers_all_memory() -> bool:
     """Return whether torch registers all memory that it allocates with every communicator.
 

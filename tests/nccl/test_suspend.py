@@ -247,6 +247,7 @@ def failing_suspend(rank, size, backend, failing, strategy):
     except ReleaseFailed as error:
         told = error.failures
     assert time.monotonic() - started < 10
+    time.sleep(1)  # for a watchdog that has found something, to end the process
     assert (is_released(), dist.get_backend()) == (False, backend)
     assert backend_of(group) is not old
     assert total() == total(group) == 3
@@ -260,7 +261,7 @@ def failing_suspend(rank, size, backend, failing, strategy):
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_a_suspend_that_fails_on_one_rank_fails_on_all_and_new_communicators_work(nccl_ranks, backend, failing):
-    env = {"SIMGPU_TIMEOUT": "2"}
+    env = {"SIMGPU_TIMEOUT": "2", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
     results = nccl_ranks(failing_suspend, 3, backend=backend, failing=failing, strategy="suspend", env=env)
     for failures in results:
         assert "suspending process group" in failures[failing]
