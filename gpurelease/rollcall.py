@@ -17,9 +17,12 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from gpurelease import torch_internals
 
 Answer = dict[str, Any]
 Verdict = dict[str, Any]
@@ -131,7 +134,7 @@ class RollCall:
 
     def _collect_and_conclude(self, conclude: Callable[[list[Answer]], Verdict], clock: _Clock) -> None:
         keys = [self._answer_key(rank) for rank in range(self._size)]
-        while not self._room.check(keys):
+        while (answers := self._answers(keys)) is None:
             self._hand_out_token()
             if self._room.check([self._verdict_key()]):
                 return  # another rank's time was up first
@@ -140,7 +143,7 @@ class RollCall:
                 return self._give_up(clock.timeout)
         self._words = None
         try:
-            verdict = conclude([json.loads(value) for value in self._room.multi_get(keys)])
+            verdict = conclude([json.loads(answer) for answer in answers])
         except Exception as error:
             verdict = {"missing": [0], "reason": f"rank 0 failed to conclude the roll call: {error!r}"}
         self._propose(verdict)
@@ -148,6 +151,16 @@ class RollCall:
         for key in self._read:
             self._room.delete_key(key)
         self._read.clear()
+
+    def _answers(self, keys: list[str]) -> list[bytes] | None:
+        """Return all ranks' answers, or None if they are not all there."""
+        if not self._room.check(keys):
+            return None
+        try:
+            with torch_internals.waiting_at_most(self._room, timedelta(seconds=1)):
+                return self._room.multi_get(keys)
+        except RuntimeError:  # in between, another rank's time was up, and it has taken its answer back
+            return None
 
     def _let_the_others_read(self, answers: list[str]) -> None:
         """Wait a little until all that came have read the verdict, and so deleted their answers.

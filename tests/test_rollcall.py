@@ -138,6 +138,31 @@ def test_one_outcome_when_time_is_up_and_the_verdict_is_reached_at_once(store):
     assert outcomes == {dict, NotAllCame}, "the race was not met from both sides"
 
 
+def test_an_answer_that_is_taken_back_while_rank_0_collects_holds_nobody_up(store):
+    """Its rank has given up in between. Rank 0 would wait for the key for as long as the store does, five minutes."""
+    calls = world(store)
+    everyone(calls)
+    room = calls[0]._room
+
+    class Room:
+        def check(self, keys):
+            there = room.check(keys)
+            if there and len(keys) > 1:
+                calls[1]._propose({"missing": [0], "reason": "its time was up"})
+                room.delete_key(keys[1])
+            return there
+
+        def __getattr__(self, name):
+            return getattr(room, name)
+
+    calls[0]._room = Room()
+    started = time.monotonic()
+    assert [str(error) for error in everyone(calls)] == ["its time was up"] * 3
+    assert time.monotonic() - started < 4
+    calls[0]._room = room
+    assert everyone(calls) == [{"sum": 3}] * 3
+
+
 def test_a_conclusion_that_fails_fails_everywhere(store):
     ranks = world(store)
     results = together([lambda r=r: r.call({}, lambda answers: 1 / 0, 5.0) for r in ranks])
