@@ -67,6 +67,7 @@ class Soak:
                 run_episode,
                 self.size,
                 timeout=EPISODE_SECONDS,
+                env={"TORCH_DIST_USE_NCCL2": "0"},  # the model is that of the first ProcessGroupNCCL
                 dies=dict.fromkeys(dies, -signal.SIGKILL),
                 episode=episode,
                 backend=self.backend,
