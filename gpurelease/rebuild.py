@@ -11,7 +11,7 @@ from gpurelease import torch_internals
 from gpurelease.groups import ReleasableGroup
 from gpurelease.parallel import run_all
 from gpurelease.report import Transition
-from gpurelease.strategy import THREADS, Backends, Problems, Strategy, empty_cache, memory_left
+from gpurelease.strategy import Backends, Problems, Strategy, empty_cache, memory_left, on_all
 
 
 class Rebuild(Strategy):
@@ -22,15 +22,10 @@ class Rebuild(Strategy):
 
     def release(self, taken: list[Backends], limit: timedelta) -> Problems:
         """Shut all backends down, at the same time, and drop them."""
-        backends = [backend for _, backends in taken for backend in backends]
-        one_by_one = any(torch_internals.is_second_nccl(torch_internals.unwrap(backend)) for backend in backends)
-        names = [str(group) for group, backends in taken for _ in backends]
-        jobs = [partial(torch_internals.shut_down, backend, group.device) for group, bs in taken for backend in bs]
-        outcomes = run_all(jobs, 1 if one_by_one else THREADS, limit.total_seconds())
-        self._shells.keep(backends)
+        failed = on_all(torch_internals.shut_down, taken, limit)
+        self._shells.keep(taken)
         taken.clear()
-        failed = [pair for pair in zip(names, outcomes, strict=True) if pair[1] is not None]
-        return [f"shutting down {name}: {error}" for name, error in failed] + empty_cache()
+        return [f"shutting down {group}: {error}" for group, error in failed] + empty_cache()
 
     def restore(
         self, groups: Sequence[ReleasableGroup], prefix: str, limit: timedelta, transition: Transition

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
+
+import torch
 
 from gpurelease import torch_internals
 from gpurelease.groups import ReleasableGroup
+from gpurelease.parallel import run_all
 from gpurelease.report import Transition
 from gpurelease.torch_internals import Backend
 
@@ -41,9 +45,9 @@ class Shells:
     def __init__(self) -> None:
         self._kept: deque[list[Backend]] = deque(maxlen=8)
 
-    def keep(self, backends: Sequence[Backend]) -> None:
+    def keep(self, ended: Sequence[Backends]) -> None:
         """Keep those backends that may be pointed to, and let the oldest go."""
-        outliving = [each for each in backends if torch_internals.is_second_nccl(torch_internals.unwrap(each))]
+        outliving = _second_nccl(ended)
         if outliving:
             self._kept.append(outliving)
 
@@ -94,6 +98,27 @@ class Strategy(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Hear that all backends are on the tables again, on all ranks."""
+
+
+def on_all(
+    do: Callable[[Backend, torch.device | None], None], taken: Sequence[Backends], limit: timedelta
+) -> list[tuple[ReleasableGroup, BaseException]]:
+    """Do something with all backends, at the same time, and return what it raised, with the group.
+
+    Args:
+        do: What to do with a backend, on its group's device.
+        taken: The backends, in the order that all ranks have.
+        limit: Longest wait for all of them.
+    """
+    pairs = [(group, backend) for group, backends in taken for backend in backends]
+    jobs = [partial(do, backend, group.device) for group, backend in pairs]
+    outcomes = run_all(jobs, 1 if _second_nccl(taken) else THREADS, limit.total_seconds())
+    return [(group, error) for (group, _), error in zip(pairs, outcomes, strict=True) if error is not None]
+
+
+def _second_nccl(taken: Sequence[Backends]) -> list[Backend]:
+    backends = (backend for _, backends in taken for backend in backends)
+    return [each for each in backends if torch_internals.is_second_nccl(torch_internals.unwrap(each))]
 
 
 def take_off(groups: Sequence[ReleasableGroup]) -> tuple[list[Backends], Problems]:

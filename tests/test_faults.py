@@ -25,6 +25,7 @@ from gpurelease import (
 from gpurelease.groups import ReleasableGroup
 from tests.cycles import POSING, backend_of, refusal, total
 from tests.ranks import init_gloo, run_ranks
+from tests.soak.troubles import HOOKS
 
 SIZE = 3
 
@@ -45,19 +46,9 @@ class Fault:
         setattr(self._owner, self._name, self._real)
 
 
-# Step -> what is made to fail there.
-RELEASE_STEPS = {
-    "plan": (torch_internals, "groups"),
-    "stand-in": (torch_internals, "new_default_gloo"),
-    "drain": (torch_internals, "drain"),
-    "take off": (ReleasableGroup, "take_off"),
-    "shut down": (torch_internals, "shut_down"),
-    "empty cache": (torch_internals, "empty_cache"),
-}
-RESTORE_STEPS = {
-    "build": (ReleasableGroup, "build"),
-    "connect": (ReleasableGroup, "connect"),
-}
+# Steps of tests.soak.troubles.HOOKS.
+RELEASE_STEPS = ("plan", "stand-in", "drain", "take off", "shut down", "empty cache")
+RESTORE_STEPS = ("build", "connect")
 
 
 def failing_release(rank, size, step, failing):
@@ -65,7 +56,7 @@ def failing_release(rank, size, step, failing):
     group = dist.new_group(list(range(size)))
     ran = False
     started = time.monotonic()
-    fault = Fault(*RELEASE_STEPS[step])
+    fault = Fault(*HOOKS[step])
     if rank == failing:
         fault.__enter__()
         exists = torch_internals.exists
@@ -106,7 +97,7 @@ def failing_restore(rank, size, step, failing):
     init_gloo(rank, size)
     group = dist.new_group(list(range(size)))
     told = None
-    fault = Fault(*RESTORE_STEPS[step])
+    fault = Fault(*HOOKS[step])
     try:
         with released_world(**POSING | {"timeout": 2}):
             if rank == failing:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import cycles
 from tests.ranks import tcp_store
 
 
@@ -91,17 +92,19 @@ def init_nccl(rank: int, size: int, *, eager: bool = False, backend: str | None 
     return store
 
 
-def total(group: Any = None, value: float | None = None) -> float:
-    """All-reduce this rank's number over ``group``, and return the sum."""
-    tensor = torch.tensor([float(dist.get_rank() if value is None else value)]).cuda()
-    dist.all_reduce(tensor, group=group)
+def pass_along(group: Any) -> float:
+    """Receive a number from the rank before, send one more to the next, and return what came: 0 on the first."""
+    rank = dist.get_rank(group)
+    tensor = torch.tensor([0.0]).cuda()
+    if rank > 0:
+        dist.recv(tensor, rank - 1, group=group)
+    if rank < dist.get_world_size(group) - 1:
+        dist.send(tensor.cpu().add(1).cuda(), rank + 1, group=group)
     return tensor.cpu().item()
 
 
-def backend_of(group: Any) -> Any:
-    """Return the backend that serves CUDA tensors of ``group`` now."""
-    return group._get_backend(torch.device("cuda"))
-
+total = functools.partial(cycles.total, device="cuda")
+backend_of = functools.partial(cycles.backend_of, device="cuda")
 
 # "nccl" means torch's first ProcessGroupNCCL, or from 2.15 its second one, which came with 2.14.
 HAS_SECOND = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")

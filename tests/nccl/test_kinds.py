@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gpurelease import released_world
+from tests.cycles import total as total_on_host
 from tests.nccl.double import (
     CONNECTS_AT_ONCE,
     FIRST,
@@ -16,6 +17,7 @@ from tests.nccl.double import (
     held,
     init_nccl,
     live,
+    pass_along,
     total,
     touched,
 )
@@ -54,12 +56,6 @@ def names(rank, size, name, eager):
     assert touched() == [rank]
     assert total(unused) == 1
     return [kind.__name__ for kind in kinds], count, live()
-
-
-def total_on_host():
-    tensor = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(tensor)
-    return tensor.item()
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
@@ -110,23 +106,15 @@ def pipeline(rank, size, with_collective):
     init_nccl(rank, size, backend=FIRST)
     group = dist.new_group(list(range(size)), backend=FIRST)
 
-    def pass_along():
-        tensor = torch.tensor([0.0]).cuda()
-        if rank > 0:
-            dist.recv(tensor, rank - 1, group=group)
-        if rank < size - 1:
-            dist.send(tensor.cpu().add(1).cuda(), rank + 1, group=group)
-        return tensor.cpu().item()
-
     if with_collective:
         total(group)
-    assert pass_along() == rank
+    assert pass_along(group) == rank
     sizes = [comm["size"] for comm in communicators()]
     for _ in range(CYCLES):
         with released_world(timeout=20):
             assert (live(), held()) == (0, 0)
         assert [comm["size"] for comm in communicators()] == ([size] if with_collective else [])
-        assert pass_along() == rank
+        assert pass_along(group) == rank
         assert [comm["size"] for comm in communicators()] == sizes
     return sizes
 

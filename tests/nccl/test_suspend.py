@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restore_world, restored_world
 from gpurelease.strategy import Backends
+from tests.cycles import total as total_on_host
 from tests.nccl.double import (
     CONNECTS_AT_ONCE,
     FIRST,
@@ -23,6 +24,7 @@ from tests.nccl.double import (
     held,
     init_nccl,
     live,
+    pass_along,
     total,
 )
 from tests.ranks import tcp_store
@@ -31,12 +33,6 @@ MIB = 1 << 20
 GIVES, STAYS = 256 * MIB, 64 * MIB  # of each communicator: the double's defaults
 CYCLES = 3
 BACKENDS = [FIRST, "nccl2", "nccl-lazy"] if HAS_SECOND else [FIRST]
-
-
-def total_on_host():
-    tensor = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(tensor)
-    return tensor.item()
 
 
 # ----------------------------------------------------------------------------------------------------------- as it is
@@ -84,22 +80,14 @@ def pairs(rank, size, backend, with_collective):
     if with_collective:
         total(group)
 
-    def pass_along():
-        tensor = torch.tensor([0.0]).cuda()
-        if rank > 0:
-            dist.recv(tensor, rank - 1, group=group)
-        if rank < size - 1:
-            dist.send(tensor.cpu().add(1).cuda(), rank + 1, group=group)
-        return tensor.cpu().item()
-
     seen = []
     for _ in range(CYCLES):
-        assert pass_along() == rank
+        assert pass_along(group) == rank
         count = live()
         with released_world(strategy="suspend", timeout=20):
             assert live() == count
             seen.append(held() // MIB)
-    assert pass_along() == rank
+    assert pass_along(group) == rank
     return seen
 
 
