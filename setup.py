@@ -1,6 +1,6 @@
-"""Builds the extension. Everything that can be said in words is in setup.cfg.
+"""Builds the extensions. Everything that can be said in words is in setup.cfg.
 
-The extension is compiled against the torch that is already installed, and no second torch is ever fetched: pip's
+They are compiled against the torch that is already installed, and no second torch is ever fetched: pip's
 build isolation hides the environment's packages from this file, so a fresh interpreter, which does not see the
 isolation (``-I`` ignores PYTHONPATH), is asked for torch's headers.
 """
@@ -8,6 +8,7 @@ isolation (``-I`` ignores PYTHONPATH), is asked for torch's headers.
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -17,6 +18,7 @@ ASK_TORCH = """
 import json, torch
 from torch.utils import cpp_extension
 print(json.dumps({
+    "nccl": torch.distributed.is_nccl_available(),
     "version": torch.__version__,
     "include_dirs": cpp_extension.include_paths(),
     "library_dirs": cpp_extension.library_paths(),
@@ -35,16 +37,17 @@ class AskTorchFirst(egg_info):
 
 
 class BuildAgainstTorch(build_ext):
-    """Build the extension against the installed torch."""
+    """Build the extensions against the installed torch."""
 
     def finalize_options(self):
         """Always compile: what lies in build/ may be for another torch, and setuptools compares times only."""
         super().finalize_options()
-        self.force = True
+        self.force = self.parallel = True
 
     def build_extensions(self):
         """Build, or say in one sentence what is missing."""
         torch = installed_torch()
+        self.extensions = [each for each in self.extensions if not each.optional or find_headers(torch, each)]
         for extension in self.extensions:
             extension.include_dirs += torch["include_dirs"]
             extension.library_dirs += torch["library_dirs"]
@@ -77,15 +80,37 @@ def installed_torch() -> dict:
     return torch
 
 
+def find_headers(torch: dict, extension: Extension) -> bool:
+    """Tell an extension where the headers of NCCL and CUDA are, and return whether they are anywhere.
+
+    torch's wheels for CUDA bring them in packages of their own, but for those of the compiler, which triton brings.
+    """
+    packages = Path(torch["include_dirs"][0]).parents[1]
+    folders = [*sorted((packages / "nvidia").glob("*/include")), packages / "triton/backends/nvidia/include"]
+    extension.include_dirs += [str(folder) for folder in folders] + ["gpurelease/csrc"]
+    return torch["nccl"] and any((folder / "nccl.h").exists() for folder in folders)
+
+
+COMPILE = ["-std=c++20", "-O1", "-g0", "-fvisibility=hidden"]
+TORCH = ["c10", "torch", "torch_cpu", "torch_python"]
+
 setup(
     ext_modules=[
         Extension(
-            "gpurelease._backend_table",
-            ["gpurelease/csrc/backend_table.cpp"],
-            libraries=["c10", "torch", "torch_cpu", "torch_python"],
-            extra_compile_args=["-std=c++20", "-O1", "-g0"],
+            "gpurelease._extension",
+            ["gpurelease/csrc/extension.cpp"],
+            libraries=TORCH,
+            extra_compile_args=COMPILE,
             language="c++",
-        )
+        ),
+        Extension(
+            "gpurelease._nccl_settings",
+            ["gpurelease/csrc/nccl_settings.cpp"],
+            libraries=[*TORCH, "torch_cuda"],
+            extra_compile_args=[*COMPILE, "-Wno-interference-size"],
+            language="c++",
+            optional=True,
+        ),
     ],
     cmdclass={"build_ext": BuildAgainstTorch, "egg_info": AskTorchFirst},
 )

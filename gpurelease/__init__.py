@@ -4,12 +4,19 @@
         samples = engine.generate(prompts)
     # every group, wherever it is held, works again
 
-The package, from the outside in: ``api`` and ``decorator`` (what users write), ``scopes`` (which of the nested ones
-act), ``world``, ``release``, ``restore`` and ``state`` (the way of all ranks from one state to the other),
-``agreement`` and ``rollcall`` (how they decide), ``strategy``, ``rebuild`` and ``suspend`` (how memory is given back),
-``groups``, ``rebuilders`` and ``standin`` (what is released, how it is built again, and what stands in meanwhile),
-``torch_internals/`` (all that torch keeps private) and ``csrc/`` (the one thing that Python cannot do).
+The package, from the outside in, each room above what it uses:
+
+* the public face: ``api`` and ``decorator`` (what users write), ``errors``, ``options``, ``report``;
+* ``scopes/``: what one of several open scopes does, and when;
+* ``transition/``: the way of all ranks from one state to the other, as each of them goes it;
+* ``strategies/``: how communicators give their memory back and take it again; ``groups/``: what is released, what
+stands
+  in for it, and how it is built again;
+* ``agreement/``: how the ranks decide;
+* ``torch_internals/``: all that torch keeps private; and ``csrc/``: what Python cannot do.
 """
+
+import sys as _sys
 
 from gpurelease.api import (
     current_report,
@@ -31,7 +38,7 @@ from gpurelease.errors import (
     ScopeMisuse,
     TransitionFailed,
 )
-from gpurelease.rebuilders import Blueprint, register_rebuilder
+from gpurelease.groups.blueprint import Blueprint, register_rebuilder
 from gpurelease.report import GroupReport, Report, Transition
 
 __all__ = [
@@ -57,3 +64,9 @@ __all__ = [
     "restore_world",
     "restored_world",
 ]
+
+# Where the package is imported from two places, there is one of everything all the same: one book of scopes, one set of
+# error classes (miles 545: what was installed twice grew with each cycle).
+_first = _sys.modules.setdefault("_gpurelease", _sys.modules[__name__])
+if _first is not _sys.modules[__name__]:
+    globals().update({name: getattr(_first, name) for name in __all__})

@@ -2,110 +2,103 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from contextlib2 import AsyncExitStack, ExitStack
-
-from gpurelease import torch_internals
-from gpurelease.errors import InvalidOption, ReleaseFailed
+from gpurelease.errors import ScopeMisuse
+from gpurelease.options import ScopeOptions
 from gpurelease.report import Report
-from gpurelease.scopes import Frame, shared
-from gpurelease.settings import ScopeOptions
-from gpurelease.world import INTERRUPTS
+from gpurelease.scopes.book import Frame, book, own_of
+from gpurelease.scopes.contexts import Contexts
+from gpurelease.scopes.driver import drive, drive_async, guarded, guarded_async
+from gpurelease.scopes.leaving import rescue
+from gpurelease.scopes.life import life
+from gpurelease.transition.world import Phase
 
 if TYPE_CHECKING:
-    from gpurelease.settings import Keep
-
-    Leaver = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], bool]
-    AsyncLeaver = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Awaitable[bool]]
-
-logger = logging.getLogger(__name__)
+    from gpurelease.options import Keep
 
 
 class _Scope:
     """A scope that can be entered with ``with`` and ``async with``, again and again, also nested in itself."""
 
-    def __init__(self, make_frame: Callable[[], Frame], also: Iterable[Any] = ()) -> None:
+    def __init__(self, make_frame: Callable[[], Frame]) -> None:
         self._make_frame = make_frame
-        self._also = tuple(also)
-        self._open: list[tuple[Frame, Any]] = []  # with an ExitStack or AsyncExitStack, for each entry
+        self._frames: list[Frame] = []
         self.report = Report()
-        for item in self._also:
-            if not callable(item) and not _is_context(item):
-                raise InvalidOption(f"also= takes context managers, or functions that return one, and got {item!r}")
 
-    def __enter__(self) -> _Scope:
-        frame = self._make_frame()
-        frame.contexts = bool(self._also)
-        shared().enter(frame)
-        with shared().contexts_of(frame), ExitStack() as stack:
-            stack.push(_leaver(frame))
-            with _noting_error(frame):
-                failure = None
-                try:
-                    for item in self._also:
-                        stack.enter_context(_context(item))
-                except Exception as error:
-                    failure = error
-                shared().enter_contexts(frame, failure)
-            self._open.append((frame, stack.pop_all()))
+    def _enter(self) -> _Scope:
+        frame = self._begin()
+        drive(frame.life)
         self.report = frame.report
+        frame.is_inside = True  # the last thing: from here on it is left, and no longer taken back
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        frame, stack = self._open.pop()
-        frame.error = error
-        try:
-            with shared().contexts_of(frame):
-                return bool(stack.__exit__(kind, error, trace))
-        except Exception as second:
-            return _first_error_wins(error, second)
-
-    async def __aenter__(self) -> _Scope:
-        frame = self._make_frame()
-        frame.contexts = bool(self._also)
-        cancelled = await _in_thread(partial(shared().enter, frame))
-        with shared().contexts_of(frame):
-            async with AsyncExitStack() as stack:
-                stack.push_async_exit(_async_leaver(frame))
-                with _noting_error(frame):
-                    failure: BaseException | None = cancelled
-                    try:
-                        for item in self._also if cancelled is None else ():
-                            await _enter_async(stack, _context(item))
-                    except (Exception, asyncio.CancelledError) as error:
-                        failure = error
-                    try:
-                        cancelled = await _in_thread(partial(shared().enter_contexts, frame, failure))
-                    except ReleaseFailed:
-                        if isinstance(failure, asyncio.CancelledError):
-                            raise failure from None  # the others have heard why; this task is to end
-                        raise
-                    if cancelled is not None:
-                        raise cancelled
-                self._open.append((frame, stack.pop_all()))
+    async def _enter_async(self) -> _Scope:
+        frame = self._begin()
+        await drive_async(frame.life)
         self.report = frame.report
+        frame.is_inside = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def _exit(
+        self, kind: type[BaseException] | None = None, error: BaseException | None = None, trace: object = None
     ) -> bool:
-        frame, stack = self._open.pop()
-        frame.error = error
-        try:
-            with shared().contexts_of(frame):
-                return bool(await stack.__aexit__(kind, error, trace))
-        except Exception as second:
-            return _first_error_wins(error, second)
+        frame = self._innermost()
+        swallowed = drive(frame.life, error)
+        self._end(frame)
+        return bool(swallowed)
+
+    async def _exit_async(
+        self, kind: type[BaseException] | None = None, error: BaseException | None = None, trace: object = None
+    ) -> bool:
+        frame = self._innermost()
+        swallowed = await drive_async(frame.life, error)
+        self._end(frame)
+        return bool(swallowed)
+
+    def _begin(self) -> Frame:
+        frame = self._make_frame()
+        frame.life = life(book(), frame)
+        self._frames.append(frame)
+        return frame
+
+    def _innermost(self) -> Frame:
+        frame = own_of(self._frames)
+        if frame is None:
+            raise ScopeMisuse(f"{type(self).__name__}() is left, and it is not open")
+        return frame
+
+    def _end(self, frame: Frame) -> None:
+        frame.life = None
+        self._frames = [each for each in self._frames if each is not frame]
+
+    def _rescue(self, error: BaseException, *, entering: bool, may_wait: bool) -> None:
+        """Hear of what comes out of a method, and see that nothing stays half open."""
+        frame = own_of([frame for frame in self._frames if not (entering and frame.is_inside)])
+        if frame is not None:
+            rescue(book(), frame, error, may_wait=may_wait)
+            self._end(frame)
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> _Scope: ...
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None: ...
+        async def __aenter__(self) -> _Scope: ...
+        async def __aexit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None: ...
+    else:
+        __enter__ = guarded(_enter, partial(_rescue, entering=True, may_wait=True))
+        __exit__ = guarded(_exit, partial(_rescue, entering=False, may_wait=True))
+        __aenter__ = guarded_async(_enter_async, partial(_rescue, entering=True, may_wait=False))
+        __aexit__ = guarded_async(_exit_async, partial(_rescue, entering=False, may_wait=False))
 
 
 class released_world(_Scope):
@@ -117,8 +110,13 @@ class released_world(_Scope):
     decorator under the name :func:`releases_world`.
 
     All ranks of WORLD must enter and leave, from any one thread each; a rank that does not come is named by an error
-    on all others after ``timeout``. Scopes nest: only the outermost acts. ``async with`` waits for the other ranks in a
-    worker thread, so that the event loop goes on meanwhile.
+    on all others after ``timeout``. Scopes that only want the world released may overlap in any way, of blocks, tasks
+    and
+    threads: it is released while one is open, and the last that is left restores it.
+
+    A thread of gpurelease does the work, and the caller only waits: with ``async with`` its event loop goes on
+    meanwhile.
+    What interrupts the wait is told to the other ranks at once, and raised as itself.
 
     If the body raises, the world is restored and the exception goes on. ``KeyboardInterrupt`` and ``SystemExit`` go
     on at once: nothing is rebuilt, and the other ranks are told.
@@ -132,21 +130,22 @@ class released_world(_Scope):
             group is released only if all its members release it.
         backends: Names of the backends to release ("nccl"); by default all that serve an accelerator. ``("gloo",)``
             shows the whole life cycle on a machine without a GPU.
-        timeout: Longest wait for other ranks at each end of the scope, in seconds or as a timedelta; by default
-            WORLD's own time-out.
+        timeout: Longest wait for other ranks, in seconds or as a timedelta; by default WORLD's own time-out. It bounds
+            waiting for ranks that do not come, and steps in which no rank gets on: not work that goes on.
         also: Context managers, or functions that return one, that are entered once the world is released and left
-            before it is restored: memory savers, offloading. Functions are called anew for each entry. In ``async
-            with`` they may be asynchronous. If one raises on entry, the scope is entered on no rank. They cannot open
-            or close scopes themselves.
+            before it is restored, also in the middle, by :class:`restored_world`: memory savers, offloading. Functions
+            are called anew for each entry. In ``async with`` they may be asynchronous. If one raises on entry, the
+            scope is entered on no rank. They cannot open or close scopes themselves.
 
     Yields:
         The scope; its ``report`` says what became of each group, and what it took and gave.
 
     Raises:
         InvalidOption: An argument can never work.
-        ScopeMisuse: The scope contradicts the one around it, or scopes are left in the wrong order.
+        ScopeMisuse: On entry: the scope contradicts those that are open.
         ReleaseFailed: On entry, on all ranks. The world is as it was.
-        RestoreFailed: On exit, on all ranks. The world is still released; :func:`restore_world` tries again.
+        RestoreFailed: On all ranks. The world is still released; :func:`restore_world`, or the next scope to which all
+            come, brings all ranks to one state.
         ContextFailed: On exit, where nothing else was raised: an ``also=`` context raised on another rank. The world is
             restored.
 
@@ -166,23 +165,25 @@ class released_world(_Scope):
         timeout: float | timedelta | None = None,
         also: Iterable[Any] = (),
     ) -> None:
-        options = ScopeOptions.check(strategy, keep, backends, timeout)
-        super().__init__(partial(Frame, "released", "released_world()", options), also)
+        options, items = ScopeOptions.check(strategy, keep, backends, timeout), tuple(also)
+        Contexts(items)  # a bad item is told where it is written
+        super().__init__(lambda: Frame(Phase.RELEASED, "released_world()", options, Contexts(items)))
 
 
 class restored_world(_Scope):
     """Restore the world for the length of a ``with`` block inside a released scope, for weight sync in mid-rollout.
 
-    At the end of the block the world is released again, with the options of the scope around it. Where the world is
-    not released, nothing is done. All ranks of WORLD must enter and leave. Also works with ``async with``.
+    At the end of the block the world is released again, with the options of the scope around it. Contexts in ``also=``
+    of the scopes around are left before, and entered again after it. Where the world is not released, nothing is done.
+    All ranks of WORLD must enter and leave. Also works with ``async with``.
 
     Yields:
         The scope; its ``report`` says what was done.
 
     Raises:
         RestoreFailed: On entry, on all ranks. The world is still released.
-        ReleaseFailed: On exit, on all ranks. The world is restored, and stays so until the scope around is left.
-        ScopeMisuse: Scopes are left in the wrong order.
+        ReleaseFailed: On exit, on all ranks. The world is restored.
+        ScopeMisuse: On entry: another task or thread is inside a scope that wants the world released.
 
     Example:
         >>> with released_world():
@@ -193,7 +194,7 @@ class restored_world(_Scope):
     """
 
     def __init__(self) -> None:
-        super().__init__(partial(Frame, "restored", "restored_world()", ScopeOptions()))
+        super().__init__(lambda: Frame(Phase.ARMED, "restored_world()", ScopeOptions()))
 
 
 def release_world(
@@ -206,39 +207,54 @@ def release_world(
     """Release the world until :func:`restore_world`, for sleep and wake-up calls that come apart (a Ray actor's).
 
     Where release and restore are in one function, ``with released_world():`` is safer. Takes its options (but
-    ``also=``) and raises its errors. All ranks of WORLD must call.
+    ``also=``) and raises its errors. All ranks of WORLD must call; the thread that calls :func:`restore_world` may be
+    another one.
 
     Returns:
         What was done. :func:`restore_world` adds to it.
     """
-    frame = Frame("released", "release_world()", ScopeOptions.check(strategy, keep, backends, timeout))
-    shared().enter(frame)
+    options = ScopeOptions.check(strategy, keep, backends, timeout)
+    frame = Frame(Phase.RELEASED, "release_world()", options, is_split=True)
+    _call(frame)
     return frame.report
 
 
-def restore_world() -> Report:
+def restore_world(*, timeout: float | timedelta | None = None) -> Report:
     """Restore the world that :func:`release_world` released, or try again after :class:`RestoreFailed`.
 
-    All ranks of WORLD must call.
+    All ranks of WORLD must call, from any thread. While other scopes want the world released it stays so, and the last
+    of them restores it.
+
+    Args:
+        timeout: Longest wait for other ranks, in seconds or as a timedelta; by default what the world was released
+            with.
 
     Returns:
         What was done, with what :func:`release_world` did.
 
     Raises:
-        ScopeMisuse: The innermost open scope is a ``with`` block or a decorated function, or the world is not released.
+        ScopeMisuse: No call of ``release_world()`` is to be closed, and nothing has failed.
         RestoreFailed: On all ranks. The world is still released.
     """
-    return shared().leave_split()
+    given = ScopeOptions.check("rebuild", (), None, timeout)
+    frame = book().split_frame()
+    if frame is None:
+        return _restore_again(given)
+    book().refuse_inside(frame)
+    if given.timeout is not None:
+        frame.options = replace(frame.options, timeout=given.timeout)
+    _call(frame)
+    return frame.report
 
 
 def is_released() -> bool:
     """Return whether the groups of the current WORLD are released now. Any thread of any rank may ask."""
-    return shared().is_released()
+    return book().is_released()
 
 
 def release_depth() -> int:
     """Return how many open scopes want the current WORLD released. Any thread of any rank may ask."""
-    return shared().depth()
+    return book().depth()
 
 
 def current_report() -> Report | None:
@@ -246,86 +262,34 @@ def current_report() -> Report | None:
 
     What is done later, such as the restore, is added to the same object. Any thread of any rank may ask.
     """
-    return shared().current_report()
+    return book().report()
 
 
-def _leaver(frame: Frame) -> Leaver:
-    """Return what an exit stack calls last: it closes the scope, and so restores the world."""
-
-    def leave(kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, INTERRUPTS):
-            shared().abandon(frame, error)
-        else:
-            shared().leave(frame, error)
-        return False
-
-    return leave
-
-
-def _async_leaver(frame: Frame) -> AsyncLeaver:
-    leave = _leaver(frame)
-
-    async def leave_in_thread(kind: object, error: BaseException | None, trace: object) -> bool:
-        cancelled = await _in_thread(partial(leave, None, error, None))
-        if cancelled is not None:
-            raise cancelled
-        return False
-
-    return leave_in_thread
+def _restore_again(given: ScopeOptions) -> Report:
+    """Bring all ranks to one state, after a failure that has left the world released, or with no scope open."""
+    innermost = book().innermost()
+    if innermost is not None:
+        raise ScopeMisuse(
+            f"restore_world() closes what release_world() opened, and the innermost open scope is {innermost}, which "
+            "is restored when it is left. To use the groups inside it, write `with restored_world():`"
+        )
+    frame = Frame(Phase.ARMED, "restore_world()", given, is_split=True)
+    if not book().why_no_effect():
+        world = book().current_world()
+        if world.settled and not world.is_released:
+            raise ScopeMisuse("restore_world() was called, and the world is not released: call release_world() first")
+    _call(frame)  # opens it
+    _call(frame)
+    return frame.report
 
 
-async def _in_thread(transition: Callable[[], object]) -> asyncio.CancelledError | None:
-    """Run a transition in a worker thread, to its end. If the task is cancelled meanwhile, return the cancellation."""
-    device = torch_internals.accelerator()  # a new thread's would be device 0, whichever is this rank's
-
-    def run() -> None:
-        with torch_internals.on_device(device):
-            transition()
-
-    running = asyncio.ensure_future(asyncio.to_thread(run))
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:
-            break  # the transition's own: raised below
-    running.result()
-    return cancelled
+def _open_or_close(frame: Frame) -> None:
+    if frame.is_inside:
+        drive(frame.life)
+        return
+    frame.life = life(book(), frame)
+    drive(frame.life)
+    frame.is_inside = True
 
 
-@contextmanager
-def _noting_error(frame: Frame) -> Iterator[None]:
-    """What is raised here is not a context's, when the scope is left for it: all ranks have heard of that already."""
-    try:
-        yield
-    except BaseException as error:
-        frame.error = error
-        raise
-
-
-async def _enter_async(stack: AsyncExitStack, context: Any) -> None:
-    if hasattr(type(context), "__aenter__"):
-        await stack.enter_async_context(context)
-    else:
-        stack.enter_context(context)
-
-
-def _context(item: Any) -> Any:
-    """Return the context manager that ``item`` is, or makes."""
-    return item if _is_context(item) else item()
-
-
-def _is_context(item: Any) -> bool:
-    return hasattr(type(item), "__enter__") or hasattr(type(item), "__aenter__")
-
-
-def _first_error_wins(first: BaseException | None, second: Exception) -> bool:
-    """Raise ``second`` if it is the only error or the first one on its way; else write it down and return False."""
-    if first is None or second is first:
-        raise second
-    logger.error("the body of the scope raised, and then leaving the scope did", exc_info=second)
-    if hasattr(first, "add_note"):  # Python 3.11
-        first.add_note(f"Leaving the scope then raised {type(second).__name__}: {second}")
-    return False
+_call = guarded(_open_or_close, lambda frame, error: rescue(book(), frame, error, may_wait=True))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -12,7 +13,7 @@ from gpurelease.api import released_world
 from gpurelease.errors import ScopeMisuse
 
 if TYPE_CHECKING:
-    from gpurelease.settings import Keep
+    from gpurelease.options import Keep
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -49,7 +50,8 @@ def releases_world(function: Callable[..., Any] | None = None, /, **options: Any
 
     Raises:
         ScopeMisuse: At decoration: the function is a generator, a class, or nothing that can be called. At a call: a
-            plain function returned a coroutine or a generator, that would run after the scope is over.
+            plain function returned a coroutine, a task, a future, or a generator, that would run after the scope is
+            over.
 
     Example:
         >>> @releases_world
@@ -81,12 +83,13 @@ def _decorate(function: Callable[..., Any], options: dict[str, Any]) -> Callable
     def run(*args: Any, **kwargs: Any) -> Any:
         with released_world(**options):
             result = function(*args, **kwargs)
-        if inspect.iscoroutine(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if _runs_later(result):
             if inspect.iscoroutine(result):
                 result.close()
             raise ScopeMisuse(
-                f"{_name(function)} returned a {type(result).__name__}, whose code would run after the scope is over: "
-                "decorate the function that does the work (an `async def` is held until it is done)"
+                f"{_name(function)} returned a {type(result).__name__}, whose work would go on after the scope: "
+                "decorate the function that does the work (an `async def` is held until it is done), or return what it "
+                "comes to"
             )
         return result
 
@@ -108,6 +111,12 @@ def _refuse_what_runs_later(function: Callable[..., Any]) -> None:
             f"@releases_world does not decorate generators, and {_name(function)} is one: between two of its values "
             "the caller would run in a released world. Write `with released_world():` inside it, around what needs it"
         )
+
+
+def _runs_later(result: Any) -> bool:
+    """Return whether a function has not come to its result yet, but to a promise of it."""
+    promises = (concurrent.futures.Future, Generator, AsyncGenerator)
+    return inspect.isawaitable(result) or isinstance(result, promises)
 
 
 def _name(function: Callable[..., Any]) -> str:

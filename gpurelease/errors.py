@@ -53,8 +53,14 @@ class TransitionFailed(GpuReleaseError, RuntimeError):
         self.summary = summary
         self.failures = dict(failures or {})
         self.missing = tuple(missing)
-        lines = [summary, *(f"  rank {rank}: {text}" for rank, text in sorted(self.failures.items()))]
-        super().__init__("\n".join([*lines, self.state]).rstrip())
+        alike: dict[str, list[int]] = {}
+        for rank, text in sorted(self.failures.items()):
+            alike.setdefault(text, []).append(rank)
+        lines = [summary, *(f"  {ranks_text(ranks)}: {text}" for text, ranks in alike.items())]
+        super().__init__("\n".join([*lines, self.state, self._if_dead()]).rstrip())
+
+    def _if_dead(self) -> str:
+        return ""
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.summary, self.failures, self.missing)
@@ -63,22 +69,50 @@ class TransitionFailed(GpuReleaseError, RuntimeError):
 class ReleaseFailed(TransitionFailed):
     """The world could not be released, on any rank. It is as it was: every group works."""
 
-    state = "Nothing was changed: every group works as before."
+    state = "The world is as it was: every group works as before."
 
 
 class RestoreFailed(TransitionFailed):
-    """The world could not be restored, on any rank. It is still released, with Gloo standing in.
+    """The world is released on this rank, with Gloo standing in, and could not be brought back, or not be entered.
 
-    Call :func:`gpurelease.restore_world` on all ranks to try again.
+    Call :func:`gpurelease.restore_world` on all ranks to try again, or enter the next scope: whatever step a rank was
+    at when it was interrupted, late or away, it is brought to where the others are. Only a rank that has died stays
+    away: without it the others can do no more than call ``destroy_process_group()`` and make a new world.
     """
 
     state = "It is still released, with Gloo standing in; restore_world() on all ranks tries again."
 
+    def _if_dead(self) -> str:
+        if not self.missing:
+            return ""
+        return (
+            f"If {ranks_text(self.missing)} died: destroy_process_group() and init_process_group() on the others "
+            "make a new world."
+        )
+
 
 class ContextFailed(TransitionFailed):
-    """A context manager in ``also=`` raised on another rank when the scope was left. The world is restored.
+    """A context manager in ``also=`` raised on another rank when it was left. The world is restored.
 
     The rank that it raised on raises the error itself.
     """
 
     state = "The world is restored: every group works."
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 3 and 5", "ranks 0 to 4,095", "ranks 0, 1 and 7 to 15"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    pieces: list[tuple[str, int]] = []
+    for run in runs:
+        pieces += [(f"{run[0]:,} to {run[-1]:,}", len(run))] if len(run) > 3 else [(f"{rank:,}", 1) for rank in run]
+    if len(pieces) > 9:
+        pieces[8:] = [(f"{sum(count for _, count in pieces[8:]):,} more", 0)]
+    words = [piece for piece, _ in pieces]
+    text = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    return f"rank{'' if len(ranks) == 1 else 's'} {text}"

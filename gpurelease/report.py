@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class GroupReport:
     connected: bool | None = None
     suspended_bytes: int | None = None
     stayed_bytes: int | None = None
+
+    def unsuspended(self) -> GroupReport:
+        """Return the same for communicators that were ended after all."""
+        return replace(self, suspended_bytes=None, stayed_bytes=None)
 
 
 @dataclass
@@ -133,7 +137,7 @@ class Report:
         return _sum(group.stayed_bytes for group in self.groups)
 
     def __str__(self) -> str:
-        if self.reason:
+        if self.reason and not self.transitions:
             return f"nothing done: {self.reason}"
         parts = list(map(str, self.transitions))
         if self.suspended_bytes is not None:

@@ -67,7 +67,7 @@ def two_jobs(rank, size):
 
 
 def test_a_group_shared_with_another_job_is_kept_and_reported_and_works_inside():
-    reason = ("weight sync", "not released on ranks 2 and 3")
+    reason = ("weight sync", "its members met on another store than WORLD's")
     assert run_ranks(two_jobs, 4) == [reason, reason, None, None]
 
 

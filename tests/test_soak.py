@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from gpurelease.settings import ScopeOptions
+from gpurelease.state import Phase
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,8 +14,6 @@ from torch.distributed import ProcessGroup
 
 from gpurelease.errors import ReleaseFailed, RestoreFailed, ScopeMisuse
 from gpurelease.scopes import Frame, Scopes
-from gpurelease.settings import ScopeOptions
-from gpurelease.state import Phase
 from tests.conftest import FakeWorld
 from tests.soak.__main__ import Soak, kinds
 from tests.soak.events import CYCLES, WORLD, Episode, Event, Restore, Scope, Trouble

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from gpurelease.torch_internals import nccl
 from gpurelease.torch_internals.devices import on_device
-from gpurelease.torch_internals.extension import backend_table
+from gpurelease.torch_internals.extension import extension
 
 Backend = Any  # torch._C._distributed_c10d.Backend, or a Python subclass of it
 
@@ -43,12 +43,49 @@ def wrap(backend: Backend, store: Store, group_name: str, timeout: timedelta | N
 # ------------------------------------------------------------------------------------------------------------- asked
 
 
+def name_of(backend: Backend) -> str:
+    """Return the name of ``backend``'s kind: "nccl"."""
+    return unwrap(backend).name().lower()  # 2.11 to 2.15
+
+
 def options_of(backend: Backend) -> Any | None:
     """Return the options that ``backend`` was made with and ``set_timeout`` has kept current, or None."""
     try:
         return backend.options
     except (AttributeError, RuntimeError):
         return None
+
+
+def copy_of_options(options: Any | None, ranks: Sequence[int]) -> Any | None:
+    """Return a copy of a backend's options, for a new backend to be made with.
+
+    A backend changes the options that it is made with, and a build that was given up may go on doing so: so each has a
+    copy of its own. The copy says what ranks are in the group (without them ``split_group`` crashes: torch takes all
+    ranks for granted only in the first backend that a process makes), and nothing of a parent, whose communicator it
+    would keep alive. Options that torch does not let anybody copy, of a backend out of tree, are returned as they are.
+    """
+    if options is None:
+        return None
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    if isinstance(options, gloo._Options):  # 2.11 to 2.15
+        copied: Any = gloo._Options()
+        for name in ("_devices", "_threads", "_timeout", "group_name", "global_ranks_in_group"):
+            setattr(copied, name, getattr(options, name))
+    else:
+        try:
+            copied = copy.copy(options)  # ProcessGroupNCCL.Options, 2.11 to 2.15
+        except TypeError:
+            return options
+    if hasattr(copied, "global_ranks_in_group"):
+        copied.global_ranks_in_group = list(ranks)  # 2.11 to 2.15
+    forget_parent(copied)
+    return copied
+
+
+def forget_parent(options: Any) -> None:
+    """Have options that a backend was split with no longer keep its parent's backend alive."""
+    if hasattr(options, "split_from"):  # ProcessGroupNCCL.Options, 2.11 to 2.15
+        options.split_from = None
 
 
 def timeout_of(backend: Backend) -> timedelta | None:
@@ -80,7 +117,7 @@ def why_not_suspended(backend: Backend) -> str:
     It is asked for its memory, which comes from the same place: NCCL 2.29.7 and up, through torch 2.12 and up.
     """
     backend = unwrap(backend)
-    if not hasattr(backend, "suspend") or not hasattr(backend_table, "suspend"):
+    if not hasattr(backend, "suspend") or not hasattr(extension(), "suspend"):
         return f"torch {torch.__version__} cannot suspend backends: 2.12 is the first that can"
     try:
         if is_connected(backend):
@@ -101,41 +138,38 @@ def shut_down(backend: Backend, device: torch.device | None) -> None:
             nccl.abort(inner)
         else:
             inner.shutdown()
-    options: Any = options_of(inner)
-    if hasattr(options, "split_from"):  # ProcessGroupNCCL.Options, 2.11 to 2.15
-        options.split_from = None  # it would keep the parent's backend alive, and is never split from again
+    forget_parent(options_of(inner))
+
+
+def set_timeout(backend: Backend, timeout: timedelta | None) -> None:
+    """Set ``backend``'s time-out, unless it is that already."""
+    if timeout is not None and timeout_of(backend) != timeout:
+        unwrap(backend).set_timeout(timeout)  # 2.11 to 2.15
 
 
 def abort(backend: Backend, device: torch.device | None) -> None:
     """End ``backend``'s communicators without asking their other members. Its collectives must be done."""
+    inner = unwrap(backend)
     with on_device(device):
-        nccl.abort(unwrap(backend))
+        if nccl.is_nccl(inner):
+            nccl.abort(inner)
+        else:
+            inner.shutdown()
 
 
 def suspend(backend: Backend, device: torch.device | None) -> None:
     """Give back what memory ``backend``'s communicators can. All members must call: NCCL has them meet."""
     with on_device(device):
-        backend_table.suspend(unwrap(backend))
+        extension().suspend(unwrap(backend))
 
 
 def resume(backend: Backend, device: torch.device | None) -> None:
     """Take back the memory that ``suspend`` gave. All members must call: NCCL has them meet."""
     with on_device(device):
-        backend_table.resume(unwrap(backend))
+        extension().resume(unwrap(backend))
 
 
 # -------------------------------------------------------------------------------------------------------------- made
-
-
-@contextmanager
-def waiting_at_most(store: Store, limit: timedelta) -> Iterator[None]:
-    """Bound how long anybody waits for a key of ``store``: NCCL waits on it for the others, and holds it meanwhile."""
-    kept = store.timeout  # type: ignore[attr-defined]
-    store.set_timeout(limit)
-    try:
-        yield
-    finally:
-        store.set_timeout(kept)
 
 
 def new_nccl(kind: type, store: Store, rank: int, size: int, options: Any, device: torch.device | None) -> Backend:
@@ -154,14 +188,20 @@ def new_nccl(kind: type, store: Store, rank: int, size: int, options: Any, devic
 
 
 def new_gloo(store: Store, rank: int, size: int, options: Any, limit: timedelta) -> Backend:
-    """Return a new ``ProcessGroupGloo``, connected to all members within ``limit``. All members must call."""
-    kept = options._timeout  # 2.11 to 2.15
+    """Return a new ``ProcessGroupGloo``, connected to all members within ``limit``. All members must call.
+
+    Args:
+        store: Where the members meet.
+        rank: This process's rank in the group.
+        size: Number of members.
+        options: Its options, for it alone: they are changed until it is there.
+        limit: Longest wait for the other members here.
+    """
+    timeout = options._timeout  # 2.11 to 2.15
     options._timeout = limit
-    try:
-        backend = distributed_c10d.ProcessGroupGloo(store, rank, size, options)
-    finally:
-        options._timeout = kept
-    backend._set_default_timeout(kept)  # 2.11 to 2.15
+    backend = distributed_c10d.ProcessGroupGloo(store, rank, size, options)
+    options._timeout = timeout
+    backend._set_default_timeout(timeout)  # 2.11 to 2.15
     _start_sequence(backend)
     return backend
 

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import ProcessGroup, Store
+
+from gpurelease.torch_internals.extension import extension
+from gpurelease.torch_internals.stores import base_of
 
 
 class Books(NamedTuple):
@@ -36,6 +38,24 @@ def exists(group: ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map  # 2.11 to 2.15
 
 
+def unlisted_groups(world: ProcessGroup) -> list[ProcessGroup]:
+    """Return the groups that somebody holds, and that c10d's books never had.
+
+    ``ProcessGroup.split_group`` and ``merge_remote_group`` make such groups: on a client of their own of the store, and
+    with a name that says so. Others that are not in the books were destroyed.
+    """
+    listed = distributed_c10d._world.pg_map  # 2.11 to 2.15
+    base = base_of(store_of(world))
+
+    def was_never_listed(group: ProcessGroup) -> bool:
+        own = base_of(group.get_group_store())  # 2.11 to 2.15
+        port = getattr(own, "port", None)
+        named_so = any(mark in group.group_name for mark in (":split:", ":merge"))
+        return named_so or (own is not base and port is not None and port == getattr(base, "port", None))
+
+    return [group for group in extension().groups_held(ProcessGroup) if group not in listed and was_never_listed(group)]
+
+
 def name_of(group: ProcessGroup) -> str:
     """Return the name by which functional collectives find ``group``."""
     return distributed_c10d._world.pg_names[group]  # 2.11 to 2.15
@@ -49,30 +69,6 @@ def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
 def store_of(group: ProcessGroup) -> Store:
     """Return the store that ``group``'s members met on."""
     return distributed_c10d._world.pg_map[group][1]  # 2.11 to 2.15
-
-
-def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Set the time-out of all of ``group``'s backends."""
-    group.set_timeout(timeout)  # 2.11 to 2.15
-
-
-def delete_keys(store: Store, marker: str, but: str | None = None) -> None:
-    """Delete all keys that contain ``marker`` from the store at the bottom of ``store``, if it can list its keys.
-
-    Args:
-        store: The store.
-        marker: What they contain.
-        but: What keys contain that stay.
-    """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    try:
-        keys = store.list_keys()  # 2.11 to 2.15
-    except (AttributeError, RuntimeError):  # a store of somebody's own
-        return
-    for key in keys:
-        if marker in key and (but is None or but not in key):
-            store.delete_key(key)
 
 
 def read_books(group: ProcessGroup) -> Books:
@@ -113,7 +109,7 @@ def put_recorder(group: ProcessGroup) -> None:
 
 
 def why_not_now() -> str:
-    """Return why no communicator may go at this moment, or the empty string."""
+    """Return why no communicator may go at this moment, or the empty string. For the thread that enters a scope."""
     if distributed_c10d._world.pg_coalesce_state:  # 2.11 to 2.15
         return "a coalescing block is open, with collectives queued in it: leave the block first"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,18 +17,24 @@ _MEND = (
     else "python -m pip install --no-deps --no-cache-dir --force-reinstall gpurelease"
 )
 
-try:
-    from gpurelease import _backend_table as backend_table
-except ImportError as error:
-    raise NotBuilt(
-        f"gpurelease's C++ extension cannot be loaded into torch {torch.__version__}: it is missing, or was built for "
-        f"another torch or Python ({error}). Build it for this one: {_MEND}"
-    ) from error
 
-if backend_table.built_for.partition("+")[0] != torch.__version__.partition("+")[0]:
-    raise NotBuilt(
-        f"gpurelease was built for torch {backend_table.built_for}, and this is torch {torch.__version__}. "
-        f"Build it again: {_MEND}"
-    )
+@functools.cache
+def extension() -> Any:
+    """Return the extension.
 
-__all__ = ["backend_table"]
+    Raises:
+        NotBuilt: It is missing, or was built for another torch.
+    """
+    try:
+        from gpurelease import _extension
+    except ImportError as error:
+        raise NotBuilt(
+            f"gpurelease's C++ extension cannot be loaded into torch {torch.__version__}: it is missing, or was built "
+            f"for another torch or Python ({error}). Build it for this one: {_MEND}"
+        ) from error
+    if _extension.built_for.partition("+")[0] != torch.__version__.partition("+")[0]:
+        raise NotBuilt(
+            f"gpurelease was built for torch {_extension.built_for}, and this is torch {torch.__version__}. "
+            f"Build it again: {_MEND}"
+        )
+    return _extension

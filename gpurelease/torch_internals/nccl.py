@@ -6,13 +6,17 @@ ProcessGroupNCCLLazy ("nccl-lazy"); from 2.15 "nccl" means the second unless ``T
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d
 
 from gpurelease.torch_internals.devices import has_context, on_device
+
+logger = logging.getLogger(__name__)
 
 _KINDS = tuple(
     getattr(distributed_c10d, name)
@@ -100,6 +104,47 @@ def abort(backend: Any) -> None:
     if is_first_nccl(backend):
         backend._wait_for_pending_works()  # 2.11 to 2.15
     backend.abort()
+
+
+class Settings(NamedTuple):
+    """What was set on a live ProcessGroupNCCL, of any kind, beside its options.
+
+    Attributes:
+        timing: Whether collectives are timed.
+        nan_check: Whether tensors are checked for NaN; None if it has no such check of its own.
+        coalescing: Whether a coalescing block is open on it.
+        abort_hooks: What is called before it aborts, by number.
+    """
+
+    timing: bool
+    nan_check: bool | None
+    coalescing: bool
+    abort_hooks: dict[int, Any]
+
+
+def settings_of(backend: Any) -> Settings | None:
+    """Return what was set on ``backend``, without DETAIL's wrapper; None if it cannot be asked."""
+    module = _settings_module() if is_nccl(backend) else None
+    return None if module is None else Settings(*module.read(backend))
+
+
+def set_again(settings: Settings | None, backend: Any) -> None:
+    """Set on a new backend what was set on the one that it replaces, as far as its shell does not do it."""
+    if settings is not None and settings.nan_check is not None:
+        backend._set_enable_nan_check(settings.nan_check)  # 2.11 to 2.15
+
+
+@functools.cache
+def _settings_module() -> Any | None:
+    """Return the extension that reads these settings: it is not there where torch's headers of NCCL and CUDA were
+    not."""
+    try:
+        from gpurelease import _nccl_settings
+    except ImportError as error:
+        logger.debug("collectives timing, NaN check and abort hooks set on live groups are not carried over: %s", error)
+        return None
+    same = _nccl_settings.built_for.partition("+")[0] == torch.__version__.partition("+")[0]
+    return _nccl_settings if same else None
 
 
 def registers_all_memory() -> bool:

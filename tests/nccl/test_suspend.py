@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from gpurelease.strategy import Backends
 
 from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restore_world, restored_world
-from gpurelease.strategy import Backends
 from tests.cycles import total as total_on_host
 from tests.nccl.double import (
     CONNECTS_AT_ONCE,

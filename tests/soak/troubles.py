@@ -10,22 +10,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from gpurelease import torch_internals
-from gpurelease.groups import ReleasableGroup
+from gpurelease.groups.releasable import Releasable
+from gpurelease.scopes import reaching
+from gpurelease.torch_internals import backends, devices
 from tests.soak.events import LATE_BY, SLOW_BY, Trouble
 
 # Step -> what does it: the owner, and the name it has there.
 HOOKS: dict[str, tuple[Any, str]] = {
-    "plan": (torch_internals, "groups"),
-    "stand-in": (torch_internals, "new_default_gloo"),
-    "drain": (torch_internals, "drain"),
-    "take off": (ReleasableGroup, "take_off"),
-    "shut down": (torch_internals, "shut_down"),
-    "empty cache": (torch_internals, "empty_cache"),
-    "build": (ReleasableGroup, "build"),
-    "connect": (ReleasableGroup, "connect"),
-    "suspend": (torch_internals, "suspend"),
-    "resume": (torch_internals, "resume"),
+    "plan": (reaching, "plan"),
+    "stand-in": (backends, "new_default_gloo"),
+    "drain": (devices, "drain"),
+    "take off": (Releasable, "take_off"),
+    "shut down": (backends, "shut_down"),
+    "empty cache": (devices, "empty_cache"),
+    "build": (Releasable, "build"),
+    "connect": (Releasable, "connect"),
+    "suspend": (backends, "suspend"),
+    "resume": (backends, "resume"),
 }
 
 

@@ -1,0 +1,244 @@
+"""From all ranks' answers to one verdict, that says what every rank is to do. These functions are pure.
+
+An answer says where its rank stands, and what it wants:
+
+* "phase" ("armed" or "released") and "generation": the number of the roll call whose verdict brought it there;
+* "wants": the phase that it wants the world in;
+* "problem": why it cannot go there now, or what failed at the last step; "because of others": it broke that off;
+* "step": what it has just done ("stood in", "built", ...), by the verdict with the number "step of";
+* "stand-in": what tells the Gloo that it has for WORLD from another, or "" if it needs none.
+
+Who wants the world released adds what it would release (see :func:`_from_armed`), and who is released what it has
+released. The verdict says in "do" what comes next, for all ranks::
+
+    ARMED      stand in      build a Gloo for WORLD; then another roll call
+               release       put shells on the tables, end or suspend the backends; then another
+    RELEASED   stand in      build another Gloo, since some rank doubts the one that it has
+               end           end the suspended backends after all, since that failed somewhere
+               restore       build and connect new backends, or resume the old ones; then another
+               put on        put them on the tables
+    apart      follow        some are ARMED and some RELEASED, or at another generation: the former take off what the
+                             latter have taken off, so that all can be restored together
+    any        fail          nothing; all raise what is in "failures", by rank
+               rest          nothing: all are in one state. Who wanted another one comes again
+
+So a rank that was interrupted, late or away finds itself in the next verdict, whatever it missed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from gpurelease.agreement.ballot import Answer, Answers, Verdict
+from gpurelease.errors import ranks_text
+
+
+def conclude(answers: Answers) -> Verdict:
+    """Return what all ranks are to do.
+
+    Args:
+        answers: Of all ranks, in their order.
+
+    Returns:
+        The verdict; its other fields are said where it is made.
+    """
+    stands = {(answer["phase"], answer["generation"]) for answer in answers}
+    if len(stands) > 1:
+        return _from_apart(answers)
+    [(phase, _)] = stands
+    return _from_armed(answers) if phase == "armed" else _from_released(answers)
+
+
+# ------------------------------------------------------------------------------------------------------------- apart
+
+
+def _from_apart(answers: Answers) -> Verdict:
+    """Have all ranks RELEASED, since what was released on one rank is of no use on another.
+
+    Returns:
+        "keys": what the ranks that are RELEASED have released.
+        "backends": the ``backends=`` with which they did.
+    """
+    armed = [answer for answer in answers if answer["phase"] == "armed"]
+    problems = _problems(armed)
+    if problems:
+        return _failed(problems)
+    released = [answer for answer in answers if answer["phase"] == "released"]
+    keys = sorted({key for answer in released for key in answer["groups"]})
+    return {"do": "follow", "keys": keys, "backends": released[0]["backends"] if released else None}
+
+
+# ------------------------------------------------------------------------------------------------------------- armed
+
+
+def _from_armed(answers: Answers) -> Verdict:
+    """Decide which groups are released.
+
+    Answers have "strategy", "backends", "groups" (key -> [size of the group, whether it is connected, why it cannot be
+    suspended]), "unmatched" (names in ``keep=`` that match nothing on that rank), "world" (the key of WORLD, if it is
+    one of the groups), "stand-in" and "contexts" (whether there is an ``also=``).
+
+    Returns:
+        "strategy": "rebuild" or "suspend".
+        "strategy reason": why, if it was left to us.
+        "kept": key -> the ranks that would have released the group, where not all of its members would.
+        "unconnected": keys of groups that some but not all members are connected in: nobody is connected again.
+        "contexts": whether any rank has an ``also=``, so that all must hear whether it was entered.
+        "nothing": whether there is nothing to release on any rank.
+    """
+    problems = _problems(answers)
+    if problems:
+        return _failed(problems)
+    if any(answer["wants"] == "armed" for answer in answers):
+        return {"do": "rest", "last": True}
+    differing = _differing(answers, "strategy", "backends") or _unmatched(answers)
+    if differing:
+        return _failed(differing)
+    listed: dict[str, list[int]] = defaultdict(list)
+    connected: Counter[str] = Counter()
+    sizes: dict[str, int] = {}
+    for rank, answer in enumerate(answers):
+        for key, (size, is_connected, _) in answer["groups"].items():
+            listed[key].append(rank)
+            connected[key] += is_connected
+            sizes[key] = size
+    kept = {key: ranks for key, ranks in listed.items() if len(ranks) < sizes[key]}
+    # By rank, why the first of its groups that cannot be suspended cannot.
+    unable: dict[int, str] = {}
+    for rank, answer in enumerate(answers):
+        for key, (_, _, why_not) in answer["groups"].items():
+            if why_not and key not in kept:
+                unable.setdefault(rank, why_not)
+    strategy, reason = answers[0]["strategy"], ""
+    if strategy == "suspend" and unable:
+        return _failed({rank: f"strategy='suspend' is not supported: {why_not}" for rank, why_not in unable.items()})
+    if strategy == "auto" and unable:
+        strategy, reason = "rebuild", "rank {}: {}".format(*min(unable.items()))
+    elif strategy == "auto":
+        strategy, reason = "suspend", "all communicators can be suspended"
+    decided = {
+        "strategy": strategy,
+        "strategy reason": reason,
+        "kept": kept,
+        "unconnected": [key for key, count in connected.items() if 0 < count < sizes[key]],
+        "contexts": any(answer["contexts"] for answer in answers),
+    }
+    if len(kept) == len(listed):
+        return {"do": "rest", "nothing": True, "last": True, **decided}
+    world = answers[0]["world"]
+    if world in listed and world not in kept and not _one_stand_in(answers):
+        return {"do": "stand in"}
+    return {"do": "release", **decided}
+
+
+# ---------------------------------------------------------------------------------------------------------- released
+
+
+def _from_released(answers: Answers) -> Verdict:
+    """Decide whether all stay RELEASED, or go on to ARMED.
+
+    Answers have "stand-in", "held by" (the strategy that holds what was released), "context" (what an ``also=``
+    context raised), "freed" (device bytes, or None), "unsuspended" (what failed in suspending), "gone" (keys of
+    released groups that were destroyed on that rank) and "doubts" (whether a collective may have been left in its
+    middle on Gloo).
+
+    Returns:
+        "because": by rank, what failed in the release that is undone here.
+        "freed": the least and the most of it over all ranks, or None.
+        "gone": key -> the ranks that destroyed the group.
+        "doubts": whether any rank has them.
+        "contexts": whether any rank has an ``also=``.
+        "contexts failed": by rank, what contexts have raised when they were left.
+        "contexts refused": why contexts that were entered must be left again, before anything is restored.
+        "reason": why suspended backends are ended.
+    """
+    problems = _problems(answers)
+    if len({answer["held by"] for answer in answers}) > 1:
+        return {"do": "end", "reason": "some ranks have ended what others have suspended"}
+    if all(answer["wants"] == "released" for answer in answers):
+        broken = {rank: answer["context"] for rank, answer in enumerate(answers) if answer["context"]}
+        if broken:
+            return _failed(broken)
+        if problems:
+            return _restore(answers, because=problems)
+        unsuspended = [f"rank {rank}: {a['unsuspended']}" for rank, a in enumerate(answers) if a["unsuspended"]]
+        if unsuspended:
+            return {"do": "end", "reason": unsuspended[0]}
+        if not _one_stand_in(answers):
+            return {"do": "stand in"}
+        return {"do": "rest", "freed": _range(answers), "contexts": any(answer["contexts"] for answer in answers)}
+    if any(answer["step"] == "contexts" for answer in answers):
+        wants = ranks_text([rank for rank, answer in enumerate(answers) if answer["wants"] == "armed"])
+        return {"do": "rest", "contexts refused": f"{wants} wants the world restored"}
+    if problems:
+        return _failed(problems)
+    built = {answer["step of"] if answer["step"] == "built" else None for answer in answers}
+    if built == {None} or len(built) > 1:
+        return _restore(answers)
+    return {
+        "do": "put on",
+        "last": True,
+        "freed": _range(answers),
+        "doubts": any(answer["doubts"] for answer in answers),
+        "contexts failed": {rank: answer["context"] for rank, answer in enumerate(answers) if answer["context"]},
+    }
+
+
+def _restore(answers: Answers, because: dict[int, str] | None = None) -> Verdict:
+    gone: dict[str, list[int]] = defaultdict(list)
+    for rank, answer in enumerate(answers):
+        for key in answer["gone"]:
+            gone[key].append(rank)
+    return {"do": "restore", "gone": gone, "because": because or {}}
+
+
+# --------------------------------------------------------------------------------------------------------------- all
+
+
+def _failed(failures: dict[int, str]) -> Verdict:
+    return {"do": "fail", "failures": failures, "last": True}
+
+
+def _problems(answers: Iterable[Answer]) -> dict[int, str]:
+    """Return the problems that ranks have; of those that broke something off for others' only if there are no
+    others."""
+    told = {answer["rank"]: answer for answer in answers if answer["problem"]}
+    own = {rank: answer["problem"] for rank, answer in told.items() if not answer["because of others"]}
+    return own or {rank: answer["problem"] for rank, answer in told.items()}
+
+
+def _differing(answers: Answers, *fields: str) -> dict[int, str]:
+    """Return where ranks differ from most ranks in one of the fields."""
+    for field in fields:
+        values = [_hashable(answer[field]) for answer in answers]
+        usual = Counter(values).most_common(1)[0][0]
+        usual_ranks = ranks_text([rank for rank, value in enumerate(values) if value == usual])
+        differing = {rank: value for rank, value in enumerate(values) if value != usual}
+        if differing:
+            return {
+                rank: f"its {field} is {value!r}, and {usual!r} on {usual_ranks}" for rank, value in differing.items()
+            }
+    return {}
+
+
+def _unmatched(answers: Answers) -> dict[int, str]:
+    """Return, for rank 0, a name in ``keep=`` that is no group's on any rank."""
+    for name in set(answers[0]["unmatched"]).intersection(*(answer["unmatched"] for answer in answers[1:])):
+        return {0: f"keep={name!r} is neither name nor description of a process group on any rank"}
+    return {}
+
+
+def _one_stand_in(answers: Answers) -> bool:
+    """Return whether all ranks have the same Gloo for WORLD, or need none."""
+    return len({answer["stand-in"] for answer in answers}) == 1 and answers[0]["stand-in"] != "none"
+
+
+def _range(answers: Answers) -> list[int] | None:
+    freed = [answer["freed"] for answer in answers if answer["freed"] is not None]
+    return [min(freed), max(freed)] if freed else None
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

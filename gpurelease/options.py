@@ -1,0 +1,109 @@
+"""What a user can choose: the options of a scope, checked when they are given, and the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from gpurelease.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    Keep: TypeAlias = ProcessGroup | str | Iterable[ProcessGroup | str] | Callable[[ProcessGroup], bool]
+
+STRATEGIES = ("rebuild", "suspend", "auto")
+
+SHORTEST = 0.001  # seconds: stores count in milliseconds, and take none for "without end"
+LONGEST = 366.0 * 24 * 3600  # seconds
+
+
+def disabled() -> bool:
+    """Return whether ``GPURELEASE_DISABLE`` turns every scope into a no-op."""
+    return os.environ.get("GPURELEASE_DISABLE", "").strip().lower() in ("1", "true", "yes")
+
+
+@dataclass(frozen=True)
+class ScopeOptions:
+    """The options of one scope, in one form.
+
+    Attributes:
+        strategy: How groups are released.
+        keep: Handles and names of groups, or one predicate on a group, that are left alone.
+        backends: Names of the backends to release, or None for all that serve an accelerator.
+        timeout: Longest wait for other ranks, in seconds, or None for WORLD's own time-out.
+    """
+
+    strategy: str = "rebuild"
+    keep: tuple[Any, ...] | Callable[[ProcessGroup], bool] = ()
+    backends: tuple[str, ...] | None = None
+    timeout: float | None = None
+
+    @classmethod
+    def check(
+        cls,
+        strategy: str,
+        keep: Keep,
+        backends: str | Iterable[str] | None,
+        timeout: float | timedelta | None,
+    ) -> ScopeOptions:
+        """Bring the arguments of a scope into one form.
+
+        Raises:
+            InvalidOption: An argument can never work.
+        """
+        if strategy not in STRATEGIES:
+            raise InvalidOption(f"strategy={strategy!r} is not known; there is {', '.join(map(repr, STRATEGIES))}")
+        return cls(strategy, _check_keep(keep), _check_backends(backends), _check_timeout(timeout))
+
+
+def _check_keep(keep: Keep) -> tuple[Any, ...] | Callable[[ProcessGroup], bool]:
+    from torch.distributed import GroupMember, ProcessGroup
+
+    if isinstance(keep, (str, ProcessGroup)):
+        return (keep,)
+    if callable(keep):
+        return keep
+    items: tuple[Any, ...] = tuple(keep)
+    for item in items:
+        # A rank outside a group holds None or NON_GROUP_MEMBER for it: nothing to keep there.
+        if item not in (None, GroupMember.NON_GROUP_MEMBER) and not isinstance(item, (str, ProcessGroup)):
+            raise InvalidOption(
+                f"keep= takes process groups, names of groups, or one predicate, and got {item!r}; "
+                "for a DeviceMesh pass mesh.get_group(dim)"
+            )
+    return tuple(item for item in items if isinstance(item, (str, ProcessGroup)))
+
+
+def _check_backends(backends: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    from torch.distributed import Backend
+
+    if backends is None:
+        return None
+    names = (backends,) if isinstance(backends, str) else tuple(backends)
+    known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+    for name in names:
+        if not isinstance(name, str) or name.lower() not in known:
+            raise InvalidOption(f"backends={names!r}: {name!r} is not a backend of this torch; there are {known}")
+    if not names:
+        raise InvalidOption("backends=() would release nothing; leave it out to release every accelerator's backends")
+    return tuple(sorted({name.lower() for name in names}))
+
+
+def _check_timeout(timeout: float | timedelta | None) -> float | None:
+    """Return seconds. Whoever gives more than a year waits for a year: no clock here counts much further."""
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds > 0:
+        raise InvalidOption(f"timeout={timeout!r} must be a positive number of seconds or a timedelta")
+    return bounded(seconds)
+
+
+def bounded(seconds: Real | float) -> float:
+    """Return ``seconds`` as a number that every clock and store can count: at least a millisecond, at most a year."""
+    return float(max(SHORTEST, min(seconds, LONGEST)))

@@ -1,0 +1,200 @@
+"""From one roll call to the next: say where this rank stands, hear the verdict, and do what it says.
+
+There is no way that ranks have to go in step. Every verdict is on where all of them stand now, so a rank that was
+interrupted, late or away is brought to where the others are, at whichever step they meet. Nothing is changed before all
+have come, planned without a problem, and drained their devices; and nothing but what a verdict says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpurelease.agreement.ballot import Answer, Verdict
+from gpurelease.agreement.meanwhile import Meanwhile
+from gpurelease.agreement.verdicts import conclude
+from gpurelease.agreement.waiting import NotAllCame
+from gpurelease.errors import TransitionFailed
+from gpurelease.groups.standin import OWN_GLOO
+from gpurelease.strategies.patience import Bounded
+from gpurelease.strategies.pool import Job, Pool
+from gpurelease.torch_internals import books, devices
+from gpurelease.transition.aim import Aim
+from gpurelease.transition.passage import Abandoned, Passage
+from gpurelease.transition.steps import Steps
+from gpurelease.transition.world import Phase, World
+
+HEAR_WITHIN = 2.0  # seconds within which ranks that wait for one that has failed hear of that, and come
+
+
+class Engine:
+    """One rank's part in a transition. For the thread of a passage.
+
+    Args:
+        world: Where this rank stands.
+        aim: What its caller wants.
+        passage: Its thread, and who waits for it.
+    """
+
+    def __init__(self, world: World, aim: Aim, passage: Passage) -> None:
+        self._world = world
+        self._aim = aim
+        self._passage = passage
+        self._timeout = world.timeout(aim.options)
+        self._because: dict[int, str] = {}  # by rank, why a release is undone
+
+    def go(self) -> Verdict:
+        """Go through as many roll calls as it takes for all ranks to be in one state.
+
+        Returns:
+            The last verdict. The world may be in another phase than the caller wanted, if another rank's wanted that.
+
+        Raises:
+            ReleaseFailed: The world is ARMED, and was to be released.
+            RestoreFailed: The world is RELEASED on this rank.
+        """
+        self._world.settled = False
+        with devices.on_device(self._aim.device):
+            pool = self._threads()
+            try:
+                return self._go(pool)
+            finally:
+                pool.close()
+
+    def _go(self, pool: Pool) -> Verdict:
+        self._drain(pool)
+        steps = Steps(self._world, self._aim, self._passage, pool, self._timeout)
+        done: dict[str, Any] = {}
+        meanwhile: Meanwhile | None = None
+        try:
+            while True:
+                verdict = self._reach(done, meanwhile)
+                if verdict["do"] == "fail":
+                    raise self._failed(failures=_by_rank(verdict["failures"]))
+                if verdict["do"] == "rest":
+                    break
+                if verdict["do"] == "restore" and verdict["because"]:
+                    self._because = _by_rank(verdict["because"])
+                    self._aim.wants = Phase.ARMED
+                self._passage.is_voting = verdict["do"] == "stand in"
+                number, meanwhile = self._world.roll_call.number - 1, self._world.roll_call.meanwhile()
+                done = steps.do(verdict, number, meanwhile)
+                if verdict["do"] == "put on":
+                    break
+        except Abandoned:
+            raise
+        except BaseException:
+            steps.undo()
+            raise
+        self._world.settled = True
+        steps.over(verdict)
+        if self._because:
+            raise self._world.failure(Phase.RELEASED, failures=self._because)
+        return verdict
+
+    @property
+    def wants(self) -> Phase:
+        """The phase that the caller wants the world in."""
+        return self._aim.wants
+
+    def _failed(self, why: str = "", **more: Any) -> TransitionFailed:
+        if self._because:
+            first = "; ".join(f"rank {rank}: {text}" for rank, text in self._because.items())
+            more["undoing"] = f"on the way back from a release that failed: {first}"
+        return self._world.failure(self._aim.wants, why, **more)
+
+    def _threads(self) -> Pool:
+        """Make the threads that all work is done in, before anything is changed."""
+        try:
+            return Pool(max(1, len(self._aim.plan.candidates), len(self._world.released)))
+        except RuntimeError as error:
+            self._aim.problem = self._aim.problem or f"it can start no more threads ({error})"
+            return Pool(0)
+
+    def _drain(self, pool: Pool) -> None:
+        """Wait until all that was queued on the devices is done. If that fails, or takes too long, nothing is lost."""
+        wanted = {candidate.device for candidate in self._aim.plan.candidates if candidate.device is not None}
+        if self._aim.problem or not wanted:
+            return
+        # So that the others, who wait for this rank as long as the time-out, hear of it in time.
+        limit = self._timeout / 2
+        job = Job(lambda token: devices.drain(wanted))
+        self._passage.may_take(limit)
+        with self._aim.transition.step("drain"):
+            pool.run([job], Bounded(limit))
+        if job.error is not None:
+            self._aim.problem = f"waiting for the device: {job.error}"
+
+    # --------------------------------------------------------------------------------------------------- roll calls
+
+    def _reach(self, done: Mapping[str, Any], meanwhile: Meanwhile | None) -> Verdict:
+        """Hold a roll call.
+
+        Args:
+            done: What was done at the last step.
+            meanwhile: What ranks have told each other since then: some may have more to do than others.
+
+        Raises:
+            ReleaseFailed, RestoreFailed: Some ranks did not come, or left.
+        """
+        timeout, others_get_on = self._timeout, None
+        if done.get("problem"):
+            # It has waited for others already, and they are told to wait no longer for it.
+            timeout = min(timeout, max(HEAR_WITHIN, timeout / 4))
+        elif meanwhile is not None:
+
+            def others_get_on() -> bool:
+                self._passage.may_take(timeout)
+                return meanwhile.others_get_on()
+
+        self._passage.may_take(timeout)
+        with self._aim.transition.step("roll call"):
+            try:
+                return self._world.roll_call.call({**self._stand(), **done}, conclude, timeout, others_get_on)
+            except NotAllCame as absent:
+                raise self._failed(absent.reason, missing=absent.missing) from absent.__cause__
+
+    def _stand(self) -> Answer:
+        """Return where this rank stands, and what its caller wants: see :mod:`gpurelease.agreement.verdicts`."""
+        world, aim = self._world, self._aim
+        released = world.released if world.is_released else aim.plan.candidates
+        return {
+            "phase": world.phase.value,
+            "generation": world.generation,
+            "wants": aim.wants.value,
+            "problem": aim.problem,
+            "because of others": False,
+            "step": aim.step,
+            "step of": 0,
+            "strategy": aim.options.strategy,
+            "backends": (world.options if world.is_released else aim.options).backends,
+            "groups": {each.key: [each.group.size(), each.connected, each.why_not_suspended] for each in released},
+            "unmatched": aim.plan.unmatched,
+            "world": next((each.key for each in aim.plan.candidates if each.group is world.group), ""),
+            "stand-in": self._stand_in(),
+            "held by": world.strategy.name,
+            "contexts": aim.contexts,
+            "context": aim.context,
+            "freed": None,
+            "unsuspended": "",
+            "gone": [each.key for each in world.released if not books.exists(each.group)],
+            "doubts": world.doubts,
+        }
+
+    def _stand_in(self) -> str:
+        """Return what tells the Gloo that this rank has for WORLD from others; "none": it has none; "": it needs
+        none."""
+        world = self._world
+        if world.is_released and world.releasable() is None:
+            return ""
+        if not world.is_released:
+            candidate = next((each for each in self._aim.plan.candidates if each.group is world.group), None)
+            if candidate is not None and candidate.gloo_that_stays() is not None:
+                return OWN_GLOO
+        usable = world.stand_in is not None and (not world.doubts or world.stand_in.made_in == OWN_GLOO)
+        return world.stand_in.made_in if world.stand_in is not None and usable else "none"
+
+
+def _by_rank(texts: Mapping[Any, str]) -> dict[int, str]:
+    """Return texts by rank: JSON has no numbers for keys."""
+    return {int(rank): text for rank, text in texts.items()}

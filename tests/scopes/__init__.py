@@ -1,0 +1,1 @@
+"""What scopes do, over a world that only writes down what is asked of it."""
