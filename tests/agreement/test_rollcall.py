@@ -197,10 +197,10 @@ def test_a_rank_that_dies_while_it_concludes_does_not_keep_the_others(store, moc
         return conclude(self, *args)
 
     mocker.patch.object(ballot.Ballot, "conclude", dies)
-    last = threading.Thread(target=lambda: caller(ranks[2], 2, 2.0, after=0.3)(), daemon=True)
-    last.start()
     # Whoever's time is up first finds that all have answered.
-    assert together([caller(ranks[0], 0, 1.0), caller(ranks[1], 1, 1.0)]) == [{"sum": 3}] * 2
+    others = [caller(ranks[0], 0, 1.0), caller(ranks[1], 1, 1.0)]
+    first, second, last = together([*others, caller(ranks[2], 2, 2.0, after=0.3)])
+    assert (first, second, str(last)) == ({"sum": 3}, {"sum": 3}, "dead")
 
 
 def test_waiting_goes_on_while_others_get_on(store):
