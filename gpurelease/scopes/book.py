@@ -26,6 +26,7 @@ from gpurelease.options import ScopeOptions, disabled
 from gpurelease.report import Report
 from gpurelease.scopes.contexts import Contexts
 from gpurelease.torch_internals import books
+from gpurelease.torch_internals.extension import extension
 from gpurelease.transition.passage import Passage
 from gpurelease.transition.world import Phase, World
 
@@ -148,7 +149,9 @@ class Book:
 
         Raises:
             ScopeMisuse: This process was forked off a rank, and has no WORLD of its own.
+            NotBuilt: Nothing can be done in it without the C++ extension.
         """
+        extension()
         group = books.world()
         assert group is not None
         if group is self._inherited:
