@@ -146,7 +146,7 @@ def _why_foreign(world: ProcessGroup, group: ProcessGroup) -> str:
     Frameworks register groups by hand, such as one that a trainer shares with its own engine, all under one name and
     with the same ranks: to go by those is to take many such groups for one of ours.
     """
-    if stores.base_of(books.store_of(group)) is not stores.base_of(books.store_of(world)):
+    if not stores.are_one(books.store_of(group), books.store_of(world)):
         return "its members met on another store than WORLD's"
     me, ranks = books.ranks_of(world)[world.rank()], books.ranks_of(group)
     if group.rank() >= len(ranks) or ranks[group.rank()] != me:

@@ -122,7 +122,6 @@ class Releasable:
             options = torch_backends.copy_of_options(torch_backends.options_of(part.shell), self._ranks)
             timeout = torch_backends.timeout_of(part.shell)
             built.append(replace(part.blueprint, options=options, timeout=timeout).build(meeting, limit))
-            meeting.settle()
         return built
 
     def connect(self, built: Sequence[Backend]) -> None:
@@ -139,10 +138,12 @@ class Releasable:
                 nccl.connect(backend, self.device, eager=self._eager)
 
     def pass_on(self, built: Sequence[Backend]) -> None:
-        """Set on new backends what was set on the old ones or on their shells."""
+        """Set on new backends, that are connected, what was set on the old ones or on their shells."""
         for part, backend in zip(self._parts, built, strict=True):
             tables.pass_on(part.shell, backend)
             nccl.set_again(part.settings, torch_backends.unwrap(backend))
+        for meeting in self.met_on:
+            meeting.settle()
 
     def put_on(self, ready: Sequence[Backend]) -> None:
         """Put backends into the table, in the places of those that were taken off; the others stay."""

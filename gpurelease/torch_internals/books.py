@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from gpurelease.torch_internals.extension import extension
-from gpurelease.torch_internals.stores import base_of
+from gpurelease.torch_internals.stores import are_one, base_of
 
 
 class Books(NamedTuple):
@@ -45,13 +45,12 @@ def unlisted_groups(world: ProcessGroup) -> list[ProcessGroup]:
     with a name that says so. Others that are not in the books were destroyed.
     """
     listed = distributed_c10d._world.pg_map  # 2.11 to 2.15
-    base = base_of(store_of(world))
+    of_world = store_of(world)
 
     def was_never_listed(group: ProcessGroup) -> bool:
-        own = base_of(group.get_group_store())  # 2.11 to 2.15
-        port = getattr(own, "port", None)
+        own = group.get_group_store()  # 2.11 to 2.15
         named_so = any(mark in group.group_name for mark in (":split:", ":merge"))
-        return named_so or (own is not base and port is not None and port == getattr(base, "port", None))
+        return named_so or (base_of(own) is not base_of(of_world) and are_one(own, of_world))
 
     return [group for group in extension().groups_held(ProcessGroup) if group not in listed and was_never_listed(group)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed import FileStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpurelease.torch_internals.extension import extension
@@ -14,6 +15,16 @@ def base_of(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store  # 2.11 to 2.15
     return store
+
+
+def are_one(store: Store, other: Store) -> bool:
+    """Return whether two stores lead to the same keys: clients of one server, as ``split_group`` makes them, do."""
+    store, other = base_of(store), base_of(other)
+    if store is other:
+        return True
+    if isinstance(store, TCPStore) and isinstance(other, TCPStore):
+        return (store.host, store.port) == (other.host, other.port)
+    return isinstance(store, FileStore) and isinstance(other, FileStore) and store.path == other.path
 
 
 def client_of(store: Store) -> Store:

@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from gpurelease.strategy import Backends
 
 from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restore_world, restored_world
+from gpurelease.strategies.strategy import Backends
 from tests.cycles import total as total_on_host
 from tests.nccl.double import (
     CONNECTS_AT_ONCE,
@@ -317,13 +317,13 @@ def hanging(rank, size, call):
     took = time.monotonic() - started
     if is_released():
         restore_world()
-    return type(error).__name__, error.failures, took < 8, total()
+    return type(error).__name__, error.failures, took < 11, total()
 
 
 @pytest.mark.parametrize(("call", "kind"), [("suspend", "ReleaseFailed"), ("resume", "RestoreFailed")])
 def test_nobody_waits_without_a_bound_for_a_rank_that_hangs(nccl_ranks, call, kind):
     """Both are a rendezvous in NCCL. torch's own bindings keep the GIL meanwhile: nobody could even say so."""
-    text = f"{call[:-1] if call[-1] == 'e' else call}ing process group '0' (default_pg): not done within 2 s"
+    text = f"{call[:-1] if call[-1] == 'e' else call}ing process group '0' (default_pg): not done within 4 s"
     for name, failures, in_time, sum_after in nccl_ranks(hanging, 2, call=call, timeout=90):
         assert (name, in_time, sum_after) == (kind, True, 1)
-        assert all(failure.startswith(text) for failure in failures.values())
+        assert failures and all(failure.startswith(text) for failure in failures.values())
