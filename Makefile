@@ -22,7 +22,7 @@ VENV_CUDA ?= .venv-nccl
 PIP = -m pip --disable-pip-version-check install --quiet
 # Without vptr, which wants to know torch's classes; and Python, and torch itself, are not free of leaks.
 SANITIZE = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer
-BUILT_FROM = setup.py setup.cfg $(wildcard gpurelease/csrc/*)
+BUILT_FROM = setup.py setup.cfg $(wildcard gpurelease/csrc/*.?pp gpurelease/csrc/nv/*)
 
 .PHONY: demo test lint types test-install test-sanitizers test-nccl test-gpu soak soak-nccl beside clean
 

@@ -15,8 +15,9 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from gpurelease.agreement import on_release
-from gpurelease.rollcall import RollCall
+from gpurelease.agreement.rollcall import RollCall
+from gpurelease.agreement.verdicts import conclude
+from gpurelease.torch_internals.stores import client_of
 
 
 def main() -> None:
@@ -28,24 +29,28 @@ def main() -> None:
     print(" ranks   first roll call   later ones (median)")
     for size in options.ranks:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        roll_calls = [RollCall(store, rank, size) for rank in range(size)]
-        groups = {f"{number:016x}": [size, 1] for number in range(options.groups)}
+        roll_calls = [RollCall(lambda store=store: client_of(store), rank, size) for rank in range(size)]
         answer = {
-            "goal": "release",
+            "phase": "armed",
+            "generation": 0,
+            "wants": "released",
             "problem": "",
             "strategy": "rebuild",
             "backends": None,
-            "groups": groups,
+            "groups": {f"{number:016x}": [size, True, ""] for number in range(options.groups)},
             "unmatched": [],
+            "world": f"{0:016x}",
+            "stand-in": "one",
+            "contexts": False,
         }
         seconds = []
         with ThreadPoolExecutor(size) as pool:
             for _ in range(6):
                 start = time.perf_counter()
-                calls = [pool.submit(roll_call.call, answer, on_release, 60.0) for roll_call in roll_calls]
+                calls = [pool.submit(roll_call.call, answer, conclude, 60.0) for roll_call in roll_calls]
                 verdicts = [call.result() for call in calls]
                 seconds.append(time.perf_counter() - start)
-                assert all(verdict["any"] and not verdict["kept"] for verdict in verdicts)
+                assert all(verdict["do"] == "release" and not verdict["kept"] for verdict in verdicts)
         print(f"{size:6d}   {seconds[0]:13.3f} s   {statistics.median(seconds[1:]):17.3f} s", flush=True)
 
 
