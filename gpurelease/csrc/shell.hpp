@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <map>
+#include <set>
 
 namespace gpurelease {
 
@@ -32,9 +33,9 @@ class Shell : public Backend {
     keep_rendezvous<Backend>(live, *this);
   }
 
-  // Sets on a new backend what was set on the old one, or since on the shell.
+  // Sets on a new backend what was set on the old one, or since on the shell; or on the old one what was set since.
   void pass_on(Backend& to) {
-    if (hasHooks()) {
+    if (hasHooks() && !to.hasHooks()) {
       {
         py::gil_scoped_release without_gil;
         to.waitForPendingWorks();  // else the hook would hear of the collective that connected the backend
@@ -48,6 +49,9 @@ class Shell : public Backend {
 #ifdef C10D_BACKEND_HAS_HOOKS
     for (const auto& [id, hook] : abort_hooks) {
       to.registerAbortHook(id, hook);
+    }
+    for (auto id : unregistered_) {
+      to.unregisterAbortHook(id);
     }
 #endif
   }
@@ -75,8 +79,14 @@ class Shell : public Backend {
   bool timing = false;
 #ifdef C10D_BACKEND_HAS_HOOKS
   std::map<int64_t, c10d::AbortHook> abort_hooks;
-  void registerAbortHook(int64_t id, c10d::AbortHook hook) override { abort_hooks[id] = std::move(hook); }
-  void unregisterAbortHook(int64_t id) override { abort_hooks.erase(id); }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    abort_hooks[id] = std::move(hook);
+    unregistered_.erase(id);
+  }
+  void unregisterAbortHook(int64_t id) override {
+    abort_hooks.erase(id);
+    unregistered_.insert(id);
+  }
 #endif
 
  private:
@@ -87,6 +97,9 @@ class Shell : public Backend {
     }
   }
 
+#ifdef C10D_BACKEND_HAS_HOOKS
+  std::set<int64_t> unregistered_;
+#endif
   const std::string refusal_;
   const c10::intrusive_ptr<Options> options_;
 };

@@ -138,7 +138,7 @@ class Releasable:
                 nccl.connect(backend, self.device, eager=self._eager)
 
     def pass_on(self, built: Sequence[Backend]) -> None:
-        """Set on new backends, that are connected, what was set on the old ones or on their shells."""
+        """Set on backends, once they are connected, what was set on those before them, or meanwhile on their shells."""
         for part, backend in zip(self._parts, built, strict=True):
             tables.pass_on(part.shell, backend)
             nccl.set_again(part.settings, torch_backends.unwrap(backend))

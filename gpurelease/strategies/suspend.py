@@ -11,7 +11,17 @@ from collections.abc import Sequence
 
 from gpurelease.groups.releasable import Releasable
 from gpurelease.strategies.rebuild import Rebuild
-from gpurelease.strategies.strategy import Backends, Husks, Means, Problems, Strategy, empty_cache, end_all, on_all
+from gpurelease.strategies.strategy import (
+    Backends,
+    Husks,
+    Means,
+    Problems,
+    Strategy,
+    empty_cache,
+    end_all,
+    on_all,
+    problem,
+)
 from gpurelease.torch_internals import backends as torch_backends
 
 
@@ -45,6 +55,11 @@ class Suspend(Strategy):
         end_all(gone, means, self._husks)
         with means.transition.step("resume"):
             problems += on_all(torch_backends.resume, "resuming", self._suspended, means)
+        for group, backends in [] if problems else self._kept:
+            try:
+                group.pass_on(backends)
+            except Exception as error:
+                problems.append(problem(f"setting on {group} what was set on it meanwhile", error, group))
         return self._kept, problems
 
     def give_up(self, ready: Sequence[Backends], means: Means) -> Strategy:
