@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed import FileStore, TCPStore
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpurelease.torch_internals.extension import extension
@@ -24,7 +24,7 @@ def are_one(store: Store, other: Store) -> bool:
         return True
     if isinstance(store, TCPStore) and isinstance(other, TCPStore):
         return (store.host, store.port) == (other.host, other.port)
-    return isinstance(store, FileStore) and isinstance(other, FileStore) and store.path == other.path
+    return isinstance(store, FileStore) and isinstance(other, FileStore) and store.path == other.path  # type: ignore[attr-defined]
 
 
 def client_of(store: Store) -> Store:

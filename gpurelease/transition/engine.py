@@ -19,6 +19,7 @@ from gpurelease.groups.standin import OWN_GLOO
 from gpurelease.strategies.patience import Bounded
 from gpurelease.strategies.pool import Job, Pool
 from gpurelease.torch_internals import books, devices
+from gpurelease.transition import gloo
 from gpurelease.transition.aim import Aim
 from gpurelease.transition.passage import Abandoned, Passage
 from gpurelease.transition.steps import Steps
@@ -54,6 +55,9 @@ class Engine:
             RestoreFailed: The world is RELEASED on this rank.
         """
         self._world.settled = False
+        own = next((each for each in self._aim.plan.candidates if each.group is self._world.group), None)
+        if own is not None and self._aim.wants is Phase.RELEASED and self._stand_in() == "none":
+            self._aim.problem = self._aim.problem or gloo.why_no_room(gloo.needed(own.group))
         with devices.on_device(self._aim.device):
             pool = self._threads()
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,45 @@ from gpurelease.strategies.strategy import Means
 from gpurelease.torch_internals import books, tables
 from gpurelease.transition.world import World
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
+
+
+GLOO_TAKES = 5  # file descriptors, beside a connection to every rank (3, counted at 4 to 64 ranks)
+WE_TAKE = 3  # until it is built (1, counted: our own client of the store)
+
+
+def needed(world: ProcessGroup) -> int:
+    """Return how many file descriptors a first scope takes on this rank: rank 0 hosts the store, and so all clients."""
+    clients = world.size() if world.rank() == 0 else 0
+    return world.size() + GLOO_TAKES + WE_TAKE + clients
+
+
+def why_no_room(takes: int) -> str:
+    """Return why this process cannot open what a Gloo for WORLD takes, or the empty string if it can.
+
+    Gloo itself raises if there is no room at all, and ends the process if there is a little (2.11 to 2.15).
+
+    Args:
+        takes: How many file descriptors that is.
+    """
+    if resource is None or os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        taken = len(os.listdir("/dev/fd")) - 1  # one is listdir's own
+    except OSError:
+        return ""
+    if limit == resource.RLIM_INFINITY or limit - taken >= takes:
+        return ""
+    return (
+        f"Gloo, which is to stand in for WORLD, takes {takes} file descriptors, and of {limit} that this process may "
+        f"have {taken} are taken: raise the limit (ulimit -n {taken + takes} or more, before the process starts)"
+    )
 
 
 def build(world: World, number: int, means: Means) -> Job:
@@ -35,6 +74,9 @@ def build(world: World, number: int, means: Means) -> Job:
     met_on: list[Any] = []
 
     def build_it(token: Token) -> StandIn:
+        if why := why_no_room(group.size() + GLOO_TAKES):
+            raise OSError(why)
+
         def made(meeting: Any) -> None:
             met_on.append(meeting)
             token.on_giving_up(meeting.call_off)
