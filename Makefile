@@ -9,6 +9,7 @@
 #   make soak             a random but seeded mix of all that can happen: make soak SOAK='--seconds 600 --seed 7'
 #   make soak-nccl        the same in the environment of test-nccl
 #   make test-gpu         in that environment, on real GPUs: the same checks, and what a scope gives and takes
+#   make test-torch       torch's own DistributedTest with a cycle after each group that is made (make test has a sample)
 #   make test-install     pip install in all ways, in environments of their own
 #   make test-sanitizers  the tests that use the extension most, with it under AddressSanitizer and UBSan (needs g++)
 
@@ -24,13 +25,14 @@ PIP = -m pip --disable-pip-version-check install --quiet
 SANITIZE = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer
 BUILT_FROM = setup.py setup.cfg $(wildcard gpurelease/csrc/*.?pp gpurelease/csrc/nv/*)
 
-.PHONY: demo test lint types test-install test-sanitizers test-nccl test-gpu soak soak-nccl beside clean
+.PHONY: demo test lint types test-torch test-install test-sanitizers test-nccl test-gpu soak soak-nccl beside clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m gpurelease.demo $(DEMO)
 
 test: lint types
-	$(VENV)/bin/python -m pytest tests --ignore tests/nccl --ignore tests/gpu --ignore tests/test_install.py
+	$(VENV)/bin/python -m pytest tests --ignore tests/nccl --ignore tests/gpu --ignore tests/test_install.py \
+		--ignore tests/torch_own/test_all.py
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check --config .ci/ruff.toml gpurelease tests benchmarks setup.py
@@ -38,6 +40,9 @@ lint: $(VENV)/ready
 
 types: $(VENV)/ready
 	$(VENV)/bin/mypy
+
+test-torch: $(VENV)/ready
+	$(VENV)/bin/python -m pytest tests/torch_own/test_all.py
 
 test-install: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/test_install.py
