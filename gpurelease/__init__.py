@@ -10,8 +10,7 @@ The package, from the outside in, each room above what it uses:
 * ``scopes/``: what one of several open scopes does, and when;
 * ``transition/``: the way of all ranks from one state to the other, as each of them goes it;
 * ``strategies/``: how communicators give their memory back and take it again; ``groups/``: what is released, what
-stands
-  in for it, and how it is built again;
+  stands in for it, and how it is built again;
 * ``agreement/``: how the ranks decide;
 * ``torch_internals/``: all that torch keeps private; and ``csrc/``: what Python cannot do.
 """

@@ -111,12 +111,10 @@ class released_world(_Scope):
 
     All ranks of WORLD must enter and leave, from any one thread each; a rank that does not come is named by an error
     on all others after ``timeout``. Scopes that only want the world released may overlap in any way, of blocks, tasks
-    and
-    threads: it is released while one is open, and the last that is left restores it.
+    and threads: it is released while one is open, and the last that is left restores it.
 
     A thread of gpurelease does the work, and the caller only waits: with ``async with`` its event loop goes on
-    meanwhile.
-    What interrupts the wait is told to the other ranks at once, and raised as itself.
+    meanwhile. What interrupts the wait is told to the other ranks at once, and raised as itself.
 
     If the body raises, the world is restored and the exception goes on. ``KeyboardInterrupt`` and ``SystemExit`` go
     on at once: nothing is rebuilt, and the other ranks are told.
@@ -142,6 +140,7 @@ class released_world(_Scope):
 
     Raises:
         InvalidOption: An argument can never work.
+        NotBuilt: On entry: the C++ extension is missing, or was built for another torch.
         ScopeMisuse: On entry: the scope contradicts those that are open.
         ReleaseFailed: On entry, on all ranks. The world is as it was.
         RestoreFailed: On all ranks. The world is still released; :func:`restore_world`, or the next scope to which all

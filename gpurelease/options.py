@@ -27,6 +27,14 @@ def disabled() -> bool:
     return os.environ.get("GPURELEASE_DISABLE", "").strip().lower() in ("1", "true", "yes")
 
 
+def connects_in_turn() -> bool:
+    """Return whether ``GPURELEASE_CONNECT`` is "collective": all groups are connected by one, one after the other."""
+    value = os.environ.get("GPURELEASE_CONNECT", "")
+    if value not in ("", "collective"):
+        raise InvalidOption(f"GPURELEASE_CONNECT={value!r} is not known; there is 'collective'")
+    return value == "collective"
+
+
 @dataclass(frozen=True)
 class ScopeOptions:
     """The options of one scope, in one form.

@@ -141,13 +141,14 @@ def _from_released(answers: Answers) -> Verdict:
 
     Answers have "stand-in", "held by" (the strategy that holds what was released), "context" (what an ``also=``
     context raised), "freed" (device bytes, or None), "unsuspended" (what failed in suspending), "gone" (keys of
-    released groups that were destroyed on that rank) and "doubts" (whether a collective may have been left in its
-    middle on Gloo).
+    released groups that were destroyed on that rank), "in turn" (whether one of the others must be built while no other
+    group is) and "doubts" (whether a collective may have been left in its middle on Gloo).
 
     Returns:
         "because": by rank, what failed in the release that is undone here.
         "freed": the least and the most of it over all ranks, or None.
         "gone": key -> the ranks that destroyed the group.
+        "in turn": whether all groups are built one after the other, on all ranks.
         "doubts": whether any rank has them.
         "contexts": whether any rank has an ``also=``.
         "contexts failed": by rank, what contexts have raised when they were left.
@@ -191,7 +192,8 @@ def _restore(answers: Answers, because: dict[int, str] | None = None) -> Verdict
     for rank, answer in enumerate(answers):
         for key in answer["gone"]:
             gone[key].append(rank)
-    return {"do": "restore", "gone": gone, "because": because or {}}
+    in_turn = any(answer["in turn"] for answer in answers)
+    return {"do": "restore", "gone": gone, "in turn": in_turn, "because": because or {}}
 
 
 # --------------------------------------------------------------------------------------------------------------- all

@@ -53,6 +53,11 @@ class Blueprint:
     kind: type
     wrapped: bool
 
+    @property
+    def is_built_by_torch(self) -> bool:
+        """Whether it is built by code of torch's that several threads may be in."""
+        return _rebuilders.get(self.backend) in (rebuild_nccl, rebuild_gloo)
+
     def build(self, store: Store, timeout: timedelta) -> Backend:
         """Build the backend on a store that nothing was built on before. All members must call.
 

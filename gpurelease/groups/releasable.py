@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -42,6 +42,7 @@ class Releasable:
         connected: Whether its communicators are there now, and so must be there again afterwards.
         device: Its accelerator device on this rank, or None.
         why_not_suspended: Why its backends cannot be suspended, or the empty string.
+        in_turn: Whether it must be built again while no other group is.
         memory: Bytes of its communicators that can be suspended, and bytes that cannot, or None if NCCL does not say.
         met_on: What its new backends were built on.
     """
@@ -51,19 +52,26 @@ class Releasable:
         self._name, ranks = books.name_of(group), books.ranks_of(group)
         self.key = key_of(group)
         self.order = order_of(self._name, ranks)
-        flat = [row for each in rows.values() for row in each]
-        self.connected = any(torch_backends.is_connected(row.backend) for row in flat)
-        self.device = _device_of(group, flat)
-        live = [each[0].backend for each in rows.values()] if may_suspend else []
-        why_not = next(filter(None, map(torch_backends.why_not_suspended, live)), "")
+        live = [each[0].backend for each in rows.values()]
+        connections = [torch_backends.connection_of(backend) for backend in live]
+        self.connected = any(connection.there for connection in connections)
+        self._eager = group.bound_device_id is not None
+        serves = {row.device for each in rows.values() for row in each}
+        self.device = _device_of(group, serves, connections)
+        may_be = [
+            torch_backends.suspension_of(backend, connected=connection.there)
+            for backend, connection in zip(live, connections, strict=True)
+            if may_suspend
+        ]
+        why_not = next((each.why_not for each in may_be if each.why_not), "")
         self.why_not_suspended = f"{self}: {why_not}" if why_not else ""
-        told = [memory for memory in map(torch_backends.memory_of, live) if memory is not None]
+        told = [each.memory for each in may_be if each.memory is not None]
         self.memory = (sum(gives for gives, _ in told), sum(stays for _, stays in told)) if told else None
         self._ranks = ranks
-        self._eager = group.bound_device_id is not None
         self.met_on: list[Any] = []
         self._recorded = False
         self._parts = [self._part(name, each) for name, each in rows.items()]
+        self.in_turn = self._in_turn(live)
 
     def __str__(self) -> str:
         return f"process group {self._name!r} ({self.group.group_desc})"
@@ -124,7 +132,7 @@ class Releasable:
             built.append(replace(part.blueprint, options=options, timeout=timeout).build(meeting, limit))
         return built
 
-    def connect(self, built: Sequence[Backend]) -> None:
+    def connect(self, built: Sequence[Backend], *, by_kernel: bool) -> None:
         """Make the communicators that the old backends had. All members must call.
 
         Users rely on it: a pipeline's send/recv as the first operation of an unconnected communicator hangs unless
@@ -132,18 +140,17 @@ class Releasable:
 
         Args:
             built: What ``build`` has returned.
+            by_kernel: Whether a collective may have to run for that: not while another group is built.
         """
         if self.connected and self.device is not None:
             for backend in map(torch_backends.unwrap, built):
-                nccl.connect(backend, self.device, eager=self._eager)
+                nccl.connect(backend, self.device, eager=self._eager, by_kernel=by_kernel)
 
     def pass_on(self, built: Sequence[Backend]) -> None:
         """Set on backends, once they are connected, what was set on those before them, or meanwhile on their shells."""
         for part, backend in zip(self._parts, built, strict=True):
             tables.pass_on(part.shell, backend)
             nccl.set_again(part.settings, torch_backends.unwrap(backend))
-        for meeting in self.met_on:
-            meeting.settle()
 
     def put_on(self, ready: Sequence[Backend]) -> None:
         """Put backends into the table, in the places of those that were taken off; the others stay."""
@@ -156,6 +163,15 @@ class Releasable:
     def put(self, of_parts: Sequence[Backend]) -> None:
         """Have others stand in the places of the group's released backends."""
         tables.write_table(self.group, self.rows(of_parts), tables.device_types(self.group))
+
+    def _in_turn(self, live: Sequence[Backend]) -> bool:
+        """Return whether somebody's own code builds its backends, or a kernel is launched to connect one."""
+        if not all(part.blueprint.is_built_by_torch for part in self._parts):
+            return True
+        if not self.connected or self.device is None:
+            return False
+        inner = map(torch_backends.unwrap, live)
+        return not all(nccl.connects_without_kernel(backend, eager=self._eager) for backend in inner)
 
     def _part(self, name: str, rows: Sequence[Row]) -> _Part:
         backend = rows[0].backend
@@ -205,12 +221,13 @@ def order_of(name: str, ranks: Sequence[int]) -> tuple[Any, ...]:
     return (1, len(ranks), shape, hashlib.sha256(name.encode()).hexdigest())
 
 
-def _device_of(group: ProcessGroup, rows: Sequence[Row]) -> torch.device | None:
+def _device_of(
+    group: ProcessGroup, serves: Collection[str], connections: Sequence[torch_backends.Connection]
+) -> torch.device | None:
     accelerator = devices.accelerator()
-    if accelerator is None or all(row.device != accelerator.type for row in rows):
+    if accelerator is None or accelerator.type not in serves:
         return None
-    inner = (torch_backends.unwrap(row.backend) for row in rows if row.device == accelerator.type)
-    found = next(filter(None, map(nccl.communicator_device, inner)), None)
+    found = next((each.device for each in connections if each.device is not None), None)
     # A group that was never used must not cost a context on the device that happens to be current.
     current = accelerator if devices.has_context(accelerator) else None
     return group.bound_device_id or found or current

@@ -272,8 +272,10 @@ def book() -> Book:
 
 
 def _in_a_forked_child() -> None:
-    """Begin afresh: nothing that the parent has open, and no lock that one of its threads may hold, is this
-    process's."""
+    """Begin afresh.
+
+    Nothing that the parent has open, and no lock that one of its threads may hold, is this process's.
+    """
     global _book
     # Never let go of: at their end clients of the store would speak to it, or wait for locks of the parent's threads.
     _inherited.append(_book)

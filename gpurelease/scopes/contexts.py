@@ -65,18 +65,18 @@ class Contexts:
         Returns:
             What is on its way then, and whether a context has raised that.
         """
-        if self._stack is None:
-            return error, False
-        leave = partial(self._stack.__aexit__, None if error is None else type(error), error, _trace_of(error))
-        try:
-            swallowed = yield from Awaited(leave).wait_for()
-        except GeneratorExit:
-            raise
-        except BaseException as raised:
-            self._stack = None
-            return raised, raised is not error
-        self._stack = None
-        return (None if swallowed else error), False
+        now = error
+        while self._stack is not None:
+            leave = partial(self._stack.__aexit__, None if now is None else type(now), now, _trace_of(now))
+            try:
+                swallowed = yield from Awaited(leave).wait_for()
+            except GeneratorExit:
+                raise
+            except BaseException as raised:
+                now = raised  # a Ctrl-C may have come between two of them: then there are more to be left
+            else:
+                self._stack, now = None, None if swallowed else now
+        return now, now is not None and now is not error
 
 
 def _leave(context: Any, entered: list[Any], *told: Any) -> Any:

@@ -1,8 +1,7 @@
 """Waits where a life waits, for plain and for ``async`` scopes, and sees to it that none is left half-way.
 
 A life is a generator that yields what it has to wait for. So there is one text of what a scope does, and two ways to
-wait:
-in the caller's thread, or in its event loop.
+wait: in the caller's thread, or in its event loop.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Whether one more scope can be opened beside those that are open: if not, that is said before anything has
-happened."""
+"""Whether one more scope can be opened beside those that are open: if not, that is said before anything is done."""
 
 from __future__ import annotations
 

@@ -108,8 +108,10 @@ def _pass(book: Book, frame: Frame, world: World, wanted: Phase, prepare: Callab
 
 
 def _through(frame: Frame, world: World, passage: Passage, engine: Engine) -> Life:
-    """Wait for a transition. What interrupts that is this rank's vote while there is one to cast, and is raised
-    then."""
+    """Wait for a transition.
+
+    What interrupts that is this rank's vote while there is one to cast, and is raised once the transition is over.
+    """
     frame.passage = passage
     try:
         passage.begin(engine.go)

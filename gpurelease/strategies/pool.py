@@ -7,8 +7,10 @@ communicator whose peer has died, must not keep the process from ending.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 # order, so with any number of threads the first group that is not done is being worked on by all its members.
 THREADS = 8
 SLICE = 0.25  # seconds between two looks at whether it is time to give up
+TO_BE_DONE = 1.0  # seconds that jobs are waited for of which one has failed, for them to leave nothing behind
 
 
 class GivenUp(GpuReleaseError):
@@ -138,20 +141,24 @@ class Pool:
             self.close()
             raise
 
-    def run(self, jobs: Sequence[Job], patience: Patience, at_once: int = THREADS) -> None:
+    def run(
+        self, jobs: Sequence[Job], patience: Patience, at_once: int = THREADS, *, stop_at_failure: bool = False
+    ) -> None:
         """Run jobs, started in order. When this returns each has a result or an error.
 
         Args:
             jobs: What to run.
             patience: How long to wait.
-            at_once: How many run at the same time at the most; 1: a failure keeps the rest from being started.
+            at_once: How many run at the same time at the most.
+            stop_at_failure: Whether a failure keeps the rest from being started, and those that run from being waited
+                for much longer: they may wait for ranks on which they failed, or were not started.
         """
         self._grow_to(min(at_once, len(jobs), max(1, self._threads)))
-        batch = _Batch(jobs, stop_at_failure=at_once == 1)
+        batch = _Batch(jobs, stop_at_failure=stop_at_failure)
         for _ in range(min(at_once, len(jobs), self._threads)):
             self._tasks.put(batch.work)
         while not batch.over.wait(SLICE):
-            why = patience.worn_out(batch.done)
+            why = batch.in_vain() or patience.worn_out(batch.done)
             if why is not None:
                 self._threads -= batch.give_up(why)  # they are left to themselves
                 return
@@ -177,6 +184,7 @@ class _Batch:
         self._lock = threading.Lock()
         self._running: list[Job] = []
         self._left = len(jobs)
+        self._failed_at = math.inf
         self.done = 0
         self.over = threading.Event()
         if not jobs:
@@ -198,9 +206,16 @@ class _Batch:
                 self.done += 1
                 self._left -= 1
                 if job.error is not None and self._stop_at_failure:
+                    self._failed_at = min(self._failed_at, time.monotonic())
                     self._drop(GivenUp("a job before it failed", because_of_others=True))
                 if not self._left:
                     self.over.set()
+
+    def in_vain(self) -> GivenUp | None:
+        """Return that one has failed, if it is time to leave the others to themselves."""
+        if time.monotonic() - self._failed_at < TO_BE_DONE:
+            return None
+        return GivenUp("broken off, since another job has failed", because_of_others=True)
 
     def give_up(self, why: GivenUp) -> int:
         """Stop waiting, and return how many threads are left to themselves."""

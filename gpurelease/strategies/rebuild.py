@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from gpurelease.groups.releasable import Releasable
-from gpurelease.strategies.pool import Job, Token
+from gpurelease.strategies.pool import THREADS, Job, Token
 from gpurelease.strategies.strategy import Backends, Means, Problems, Strategy, empty_cache, on_all, problem
 from gpurelease.torch_internals import backends as torch_backends
 from gpurelease.torch_internals import devices
@@ -27,22 +27,31 @@ class Rebuild(Strategy):
         taken.clear()
         return problems + empty_cache()
 
-    def restore(self, groups: Sequence[Releasable], prefix: str, means: Means) -> tuple[list[Backends], Problems]:
-        """Build and connect new backends for all groups, one after the other; the first failure ends it.
+    def restore(
+        self, groups: Sequence[Releasable], prefix: str, means: Means, *, in_turn: bool
+    ) -> tuple[list[Backends], Problems]:
+        """Build and connect new backends for all groups, side by side where that is safe; the first failure ends it.
+
+        A communicator is a rendezvous. All ranks begin theirs in one order, so the first group that is not done has
+        all its members on it, and no number of threads can deadlock; but only while no kernel is in flight that waits
+        for another rank's, and that somebody may wait for who waits for the device.
 
         Each is made in a thread that is left to itself when the time is up: NCCL itself waits for a member that does
         not come without end. What it makes too late it shuts down.
         """
         problems = empty_cache()
-        jobs = [Job(partial(self._build, group, prefix, means), undo=partial(_shut_down, group)) for group in groups]
-        means.pool.run(jobs, means.patience(), at_once=1)
+        jobs = [
+            Job(partial(self._build, group, prefix, means, in_turn), undo=partial(_shut_down, group))
+            for group in groups
+        ]
+        with means.transition.step("build"):
+            means.pool.run(jobs, means.patience(), at_once=1 if in_turn else THREADS, stop_at_failure=True)
         ready = []
         for group, job in zip(groups, jobs, strict=True):
             if job.error is None:
                 ready.append(Backends(group, job.result))
             else:
                 problems.append(problem(f"building {group}", job.error, group))
-                break
         return ready, problems
 
     def give_up(self, ready: Sequence[Backends], means: Means) -> Strategy:
@@ -53,17 +62,20 @@ class Rebuild(Strategy):
     def settle(self) -> None:
         """Nothing is left to let go of."""
 
-    def _build(self, group: Releasable, prefix: str, means: Means, token: Token) -> list[Backend]:
+    def _build(self, group: Releasable, prefix: str, means: Means, in_turn: bool, token: Token) -> list[Backend]:
+        meetings: list[Any] = []
+
         def met_on(meeting: Any) -> None:
+            meetings.append(meeting)
             token.on_giving_up(meeting.call_off)
 
         with devices.on_device(group.device):
-            with means.transition.step("build"):
-                built = group.build(prefix, means.client, means.limit, met_on)
+            built = group.build(prefix, means.client, means.limit, met_on)
             try:
-                with means.transition.step("connect"):
-                    group.connect(built)
+                group.connect(built, by_kernel=in_turn)
                 group.pass_on(built)
+                for meeting in meetings:
+                    meeting.settle()
             except BaseException:
                 _shut_down(group, built)
                 raise

@@ -103,13 +103,16 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def restore(self, groups: Sequence[Releasable], prefix: str, means: Means) -> tuple[list[Backends], Problems]:
-        """Return backends that work, for all groups, or up to the first that failed. All ranks must call.
+    def restore(
+        self, groups: Sequence[Releasable], prefix: str, means: Means, *, in_turn: bool
+    ) -> tuple[list[Backends], Problems]:
+        """Return backends that work, for all groups, or for those that did not fail. All ranks must call.
 
         Args:
             groups: Those of the released groups that nobody has destroyed meanwhile, in the order that all ranks have.
             prefix: What keys begin with over which members meet, new for every time.
             means: What to work with.
+            in_turn: Whether groups are built one after the other, on all ranks.
         """
 
     @abstractmethod

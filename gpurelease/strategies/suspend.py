@@ -41,11 +41,15 @@ class Suspend(Strategy):
         """Suspend all backends that have a communicator."""
         self._kept = list(taken)
         taken.clear()
-        is_connected = torch_backends.is_connected
-        self._suspended = [Backends(group, list(filter(is_connected, each))) for group, each in self._kept]
+        self._suspended = [
+            Backends(group, [backend for backend in each if torch_backends.connection_of(backend).there])
+            for group, each in self._kept
+        ]
         return on_all(torch_backends.suspend, "suspending", self._suspended, means) + empty_cache()
 
-    def restore(self, groups: Sequence[Releasable], prefix: str, means: Means) -> tuple[list[Backends], Problems]:
+    def restore(
+        self, groups: Sequence[Releasable], prefix: str, means: Means, *, in_turn: bool
+    ) -> tuple[list[Backends], Problems]:
         """Resume all backends, but for groups that were destroyed meanwhile: nobody resumes theirs with us."""
         wanted = {group.key for group in groups}
         gone = [each for each in self._kept if each.group.key not in wanted]

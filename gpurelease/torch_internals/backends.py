@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from gpurelease.torch_internals.extension import extension
 Backend = Any  # torch._C._distributed_c10d.Backend, or a Python subclass of it
 
 DEFAULT_TIMEOUT = distributed_c10d.default_pg_timeout  # 2.11 to 2.15
+_COUNTS_BY_ITSELF = torch.__version__ >= torch.torch_version.TorchVersion("2.14")
 
 
 def unwrap(backend: Backend) -> Backend:
@@ -93,38 +94,63 @@ def timeout_of(backend: Backend) -> timedelta | None:
     return getattr(options_of(unwrap(backend)), "_timeout", None)  # 2.11 to 2.15
 
 
-def is_connected(backend: Backend) -> bool:
-    """Return whether ``backend`` holds a communicator of all its members, and not only the means to make one."""
+class Connection(NamedTuple):
+    """What a backend holds now.
+
+    Attributes:
+        there: Whether it holds a communicator of all its members, and not only the means to make one.
+        device: The device that this is on, as far as that can be told.
+    """
+
+    there: bool
+    device: torch.device | None
+
+
+def connection_of(backend: Backend) -> Connection:
+    """Return what ``backend`` holds now."""
     backend = unwrap(backend)
+    if nccl.is_first_nccl(backend):
+        device = nccl.communicator_device(backend)
+        return Connection(device is not None, device)
     if nccl.is_nccl(backend):
-        return nccl.is_connected_nccl(backend)
+        return Connection(nccl.is_connected_second(backend), None)
     is_initialized = getattr(backend, "_is_initialized", None)  # ProcessGroupXCCL, 2.11 to 2.15
-    return True if is_initialized is None else bool(is_initialized())
+    return Connection(True if is_initialized is None else bool(is_initialized()), None)
 
 
-def memory_of(backend: Backend) -> tuple[int, int] | None:
-    """Return the bytes that ``suspend`` would give back, and those that would stay, or None if it does not tell."""
-    try:
-        stats = unwrap(backend).memory_stats()  # 2.12 to 2.15
-        return stats["suspend"], stats["persist"]
-    except (AttributeError, KeyError, RuntimeError):
-        return None
+class Suspension(NamedTuple):
+    """What suspending a backend would do.
+
+    Attributes:
+        why_not: Why it cannot be suspended; empty if it can, or has nothing to suspend.
+        memory: The bytes that it would give back, and those that would stay; None if it does not tell.
+    """
+
+    why_not: str
+    memory: tuple[int, int] | None
 
 
-def why_not_suspended(backend: Backend) -> str:
-    """Return why ``backend`` cannot be suspended, or the empty string if it can, or has nothing to suspend.
+def suspension_of(backend: Backend, *, connected: bool) -> Suspension:
+    """Return what suspending ``backend`` would do.
 
     It is asked for its memory, which comes from the same place: NCCL 2.29.7 and up, through torch 2.12 and up.
+
+    Args:
+        backend: The backend.
+        connected: Whether it has a communicator.
     """
     backend = unwrap(backend)
     if not hasattr(backend, "suspend") or not hasattr(extension(), "suspend"):
-        return f"torch {torch.__version__} cannot suspend backends: 2.12 is the first that can"
+        return Suspension(f"torch {torch.__version__} cannot suspend backends: 2.12 is the first that can", None)
+    if not connected:
+        return Suspension("", None)
     try:
-        if is_connected(backend):
-            backend.memory_stats()  # 2.12 to 2.15
+        stats = backend.memory_stats()  # 2.12 to 2.15
+        return Suspension("", (stats["suspend"], stats["persist"]))
+    except KeyError:
+        return Suspension("", None)
     except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
+        return Suspension(str(error).partition("\n")[0], None)
 
 
 # -------------------------------------------------------------------------------------------------------------- told
@@ -258,5 +284,5 @@ def has_plugin(name: str) -> bool:
 
 def _start_sequence(backend: Backend) -> None:
     """Have ``backend`` count its collectives. From 2.14 torch does this itself, and warns when it is asked to."""
-    if torch.__version__ < torch.torch_version.TorchVersion("2.14"):
+    if not _COUNTS_BY_ITSELF:
         backend._set_sequence_number_for_group()

@@ -6,6 +6,7 @@ ProcessGroupNCCLLazy ("nccl-lazy"); from 2.15 "nccl" means the second unless ``T
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -45,17 +46,15 @@ def is_second_nccl(backend: Any) -> bool:
     return is_nccl(backend) and not is_first_nccl(backend)
 
 
-def is_connected_nccl(backend: Any) -> bool:
-    """Return whether ``backend`` holds a communicator of all its members.
+def is_connected_second(backend: Any) -> bool:
+    """Return whether ``backend``, of the second kind or the lazy one, holds a communicator of all its members.
 
     Communicators of two ranks, which are made for send and recv, do not count: torch makes them again when the two
     ranks talk.
     """
-    if is_first_nccl(backend):
-        return communicator_device(backend) is not None
-    if hasattr(backend, "_comm_ptr"):  # the second and lazy kinds, from 2.15
+    if hasattr(backend, "_comm_ptr"):  # 2.15
         return bool(backend._comm_ptr())
-    try:  # the same, 2.14
+    try:  # 2.14
         backend.memory_stats()
     except RuntimeError as error:
         return "not initialized" not in str(error)
@@ -63,36 +62,78 @@ def is_connected_nccl(backend: Any) -> bool:
 
 
 def communicator_device(backend: Any) -> torch.device | None:
-    """Return the device that a ProcessGroupNCCL's communicator is on, as far as it can be asked.
+    """Return the device that a ProcessGroupNCCL's communicator of all its members is on, or None without one.
 
     It looks its communicator up by the current device. So each device is made current that has a context: where it
-    has none there is no communicator, and it must not get one by being asked.
+    has none there is no communicator, and it must not get one by being asked. Communicators of two ranks, which are
+    made for send and recv, do not count: torch makes them again when the two ranks talk.
     """
-    if is_first_nccl(backend):
-        for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
-            if has_context(device):
-                with on_device(device):
-                    if backend._comm_ptr():  # 2.11 to 2.15
-                        return device
+    if not torch.cuda.is_initialized():
+        return None
+    current = torch.cuda.current_device()
+    for index in sorted(range(torch.cuda.device_count()), key=lambda index: index != current):  # it is usually there
+        device = torch.device("cuda", index)
+        if has_context(device):
+            with on_device(device):
+                if backend._comm_ptr():  # 2.11 to 2.15
+                    return device
     return None
 
 
-def connect(backend: Any, device: torch.device, *, eager: bool) -> None:
+def connects_without_kernel(backend: Any, *, eager: bool) -> bool:
+    """Return whether :func:`connect` launches no kernel to connect a backend like ``backend``.
+
+    Where one is in flight that waits for another rank's, whoever waits for the device waits for that rank too. So
+    side by side only what launches none can be connected.
+
+    Args:
+        backend: One that is connected, without DETAIL's wrapper.
+        eager: Whether torch connected it when the group was made.
+    """
+    if eager or not is_first_nccl(backend):
+        return True
+    estimates = getattr(backend, "_supports_time_estimate", None)  # 2.15
+    if estimates is None:
+        estimates = getattr(backend, "supports_time_estimate", False)  # 2.11 to 2.14
+    # NCCL would say that it is still at it, which torch takes for a failure.
+    nonblocking = backend.options.config.blocking == 0 or os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") == "1"
+    return bool(estimates) and not nonblocking
+
+
+def connect(backend: Any, device: torch.device, *, eager: bool, by_kernel: bool) -> None:
     """Make ``backend``'s communicator now. All members of the group must call.
+
+    A ProcessGroupNCCL that torch has not connected eagerly is connected by a collective, as torch would have done: one
+    that was connected in the other way sends and receives over this communicator, in the order of its collectives,
+    where it had one for each two ranks before (2.11 to 2.15), and ranks that each send first and receive then would
+    wait for each other. The collective is only estimated, as by torch's compiler, if that is possible: NCCL then
+    connects, plans, and launches nothing; what it has planned it forgets with the group (``groupLaunch`` and
+    ``ncclGroupCommJoin`` in its group.cc and group.h, 2.22 to 2.30).
 
     Args:
         backend: The backend, without DETAIL's wrapper.
         device: The device to make it on.
-        eager: Whether torch did so when the group was made. If not, a collective makes it, as torch would have done:
-            a ProcessGroupNCCL that was connected in the other way sends and receives over this communicator, in the
-            order of its collectives, where it had one for each two ranks before (2.11 to 2.15), and ranks that each
-            send first and receive then would wait for each other.
+        eager: Whether torch did so when the group was made.
+        by_kernel: Whether the collective is to run.
     """
     with on_device(device):
         if eager or not is_first_nccl(backend):
             backend.eager_connect_single_device(device)
-        else:
-            backend.allreduce([torch.empty(1, dtype=torch.uint8, device=device)]).wait()
+            return
+        tensor = torch.empty(1, dtype=torch.uint8, device=device)
+        if by_kernel:
+            backend.allreduce([tensor]).wait()
+            return
+        backend._start_time_estimate()  # 2.11 to 2.15
+        try:
+            backend.allreduce([tensor])
+        except BaseException:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # it may have left NCCL's group already; this thread must not stay in
+                backend._end_time_estimate()
+            raise
+        backend._end_time_estimate()
 
 
 def abort(backend: Any) -> None:

@@ -16,6 +16,7 @@ from gpurelease.agreement.verdicts import conclude
 from gpurelease.agreement.waiting import NotAllCame
 from gpurelease.errors import TransitionFailed
 from gpurelease.groups.standin import OWN_GLOO
+from gpurelease.options import connects_in_turn
 from gpurelease.strategies.patience import Bounded
 from gpurelease.strategies.pool import Job, Pool
 from gpurelease.torch_internals import books, devices
@@ -173,6 +174,7 @@ class Engine:
             "strategy": aim.options.strategy,
             "backends": (world.options if world.is_released else aim.options).backends,
             "groups": {each.key: [each.group.size(), each.connected, each.why_not_suspended] for each in released},
+            "in turn": connects_in_turn() or any(each.in_turn for each in world.released),
             "unmatched": aim.plan.unmatched,
             "world": next((each.key for each in aim.plan.candidates if each.group is world.group), ""),
             "stand-in": self._stand_in(),

@@ -220,7 +220,8 @@ class Steps:
         groups = list(here.values())
         memory = FreeMemory(groups)
         self._half_back = groups
-        self._ready, problems = world.strategy.restore(groups, world.prefix("generation", number), self._means())
+        prefix, in_turn = world.prefix("generation", number), verdict["in turn"]
+        self._ready, problems = world.strategy.restore(groups, prefix, self._means(), in_turn=in_turn)
         if problems:
             return _said(problems)
         aim.transition.freed_bytes = memory.gained()

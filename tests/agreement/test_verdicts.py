@@ -29,6 +29,7 @@ def answer(**more):
         "freed": None,
         "unsuspended": "",
         "gone": [],
+        "in turn": False,
         "doubts": False,
     } | more
 
@@ -168,7 +169,12 @@ def test_a_gloo_that_one_rank_doubts_is_built_anew_by_all():
 def test_if_one_rank_wants_to_go_back_all_do(others):
     """Whoever wants it released comes again afterwards."""
     found = verdict(others, released(wants="armed", gone=["a"]))
-    assert found == {"do": "restore", "gone": {"a": [1]}, "because": {}}
+    assert found == {"do": "restore", "gone": {"a": [1]}, "in turn": False, "because": {}}
+
+
+def test_if_one_rank_cannot_build_side_by_side_none_does():
+    found = verdict(*(released(wants="armed", **{"in turn": rank == 2}) for rank in range(4)))
+    assert (found["do"], found["in turn"]) == ("restore", True)
 
 
 def test_nobody_puts_on_what_not_all_have_built_together():

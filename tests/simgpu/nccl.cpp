@@ -45,7 +45,7 @@ namespace {
 
 std::mutex mutex_;
 std::set<ncclComm*> alive;
-std::atomic<long> created{0}, destroyed{0}, suspends{0}, resumes{0}, misused{0}, killed{0};
+std::atomic<long> created{0}, destroyed{0}, suspends{0}, resumes{0}, misused{0}, killed{0}, simulated{0};
 
 // --------------------------------------------------------------------------------- files through which ranks meet
 
@@ -179,15 +179,19 @@ struct Call {
   std::function<ncclResult_t()> hear;
 };
 thread_local int group_depth = 0;
-thread_local std::vector<Call> grouped;
+thread_local std::vector<std::function<Call()>> grouped;  // what is launched at the end of the group
+std::atomic<int> in_flight[simgpu::kMaxDevices];             // collectives that wait for other ranks, by device
 
 ncclResult_t make(const std::vector<Call>& calls) {
+  auto& waiting = in_flight[current_device()];
+  ++waiting;
   for (auto& call : calls) call.say();
   ncclResult_t result = ncclSuccess;
   for (auto& call : calls) {
     ncclResult_t own = call.hear();
     if (own != ncclSuccess) result = own;
   }
+  --waiting;
   return result;
 }
 
@@ -213,10 +217,12 @@ ncclResult_t on_stream(ncclComm* comm, cudaStream_t stream, const char* kind, st
     captured->when_gone.push_back([=] { --comm->captured; });
     return ncclSuccess;
   }
-  comm->busy_until = simgpu::work_on(stream);
-  Call call = prepare();
-  if (!group_depth) return make({call});
-  grouped.push_back(call);
+  auto launch = [=] {
+    comm->busy_until = simgpu::work_on(stream);
+    return prepare();
+  };
+  if (!group_depth) return make({launch()});
+  grouped.push_back(launch);
   return ncclSuccess;
 }
 
@@ -266,6 +272,17 @@ std::string json_of(const ncclConfig_t* config) {
   return out.str();
 }
 
+// With SIMGPU_INIT_WAITS, waits until no collective is in flight on a device: to make a communicator, NCCL allocates and
+// copies, and the device may do that only once its kernels are done.
+bool device_is_done(int device) {
+  auto deadline = Clock::now() + std::chrono::seconds(setting("SIMGPU_TIMEOUT", 60));
+  while (setting("SIMGPU_INIT_WAITS", 0) && in_flight[device] > 0) {
+    if (Clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
 // Gives a communicator its memory, and counts it. Deletes it if there is no memory.
 ncclResult_t bring_up(ncclComm* comm, const ncclConfig_t* config, const char* how, ncclComm_t* out) {
   simgpu::use(current_device());
@@ -273,7 +290,13 @@ ncclResult_t bring_up(ncclComm* comm, const ncclConfig_t* config, const char* ho
   comm->config = json_of(config);
   comm->persistent = static_cast<size_t>(setting("SIMGPU_COMM_PERSIST_MB", 64)) << 20;
   if (comm->size > 1) comm->suspendable = static_cast<size_t>(setting("SIMGPU_COMM_DYN_MB", 256)) << 20;
-  std::this_thread::sleep_for(std::chrono::milliseconds(setting("SIMGPU_INIT_MS", 0)));
+  static thread_local std::minstd_rand random(std::random_device{}());
+  long jitter = setting("SIMGPU_INIT_JITTER_MS", 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(setting("SIMGPU_INIT_MS", 0) + (jitter ? random() % jitter : 0)));
+  if (!device_is_done(comm->device)) {
+    delete comm;
+    return ncclSystemError;
+  }
   if (!simgpu::take(comm->device, comm->suspendable + comm->persistent)) {
     delete comm;
     return ncclUnhandledCudaError;
@@ -354,6 +377,7 @@ extern "C" {
 
 long simgpu_created_comms() { return created; }
 long simgpu_destroyed_comms() { return destroyed; }
+long simgpu_simulated() { return simulated; }
 long simgpu_suspends() { return suspends; }
 long simgpu_resumes() { return resumes; }
 // Calls on communicators that are gone or suspended.
@@ -521,12 +545,20 @@ ncclResult_t ncclGroupStart() {
   return ncclSuccess;
 }
 ncclResult_t ncclGroupEnd() {
+  if (group_depth == 0) return ncclInvalidUsage;
   if (--group_depth) return ncclSuccess;
-  auto calls = std::move(grouped);
+  std::vector<Call> calls;
+  for (auto& launch : grouped) calls.push_back(launch());
   grouped.clear();
   return make(calls);
 }
-ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) { return ncclSuccess; }
+// Nothing of the group is launched.
+ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) {
+  if (group_depth == 0) return ncclInvalidUsage;
+  ++simulated;
+  if (--group_depth == 0) grouped.clear();
+  return ncclSuccess;
+}
 
 ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {

@@ -70,12 +70,26 @@ def test_jobs_are_started_in_order_and_no_more_than_may_be_at_once(pool):
         assert most == min(at_once, 3)
 
 
-def test_one_at_a_time_ends_with_the_first_failure(pool):
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_the_first_failure_ends_the_rest_if_that_is_wanted(pool, at_once):
+    ran, never = [], threading.Event()
+    hangs = Job(lambda token: never.wait(5)) if at_once > 1 else Job(lambda token: None)
+    fails = Job(lambda token: time.sleep(0.2) or raises(OSError("no"))(token))
+    jobs = [hangs, fails, Job(lambda token: time.sleep(0.6)), *(Job(ran.append) for _ in range(4))]
+    started = time.monotonic()
+    pool.run(jobs, Bounded(5), at_once=at_once, stop_at_failure=True)
+    assert time.monotonic() - started < 3, "it was not to be waited for much longer"
+    assert ran == [], "nothing was to begin after a failure"
+    given_up = [isinstance(job.error, GivenUp) and job.error.because_of_others for job in jobs]
+    # What runs has a moment to be done.
+    assert given_up == ([True, False, False] if at_once > 1 else [False, False, True]) + [True] * 4
+    never.set()
+
+
+def test_a_failure_is_no_reason_to_stop_otherwise(pool):
     ran = []
-    jobs = [Job(ran.append), Job(raises(OSError("no"))), Job(ran.append)]
-    pool.run(jobs, Bounded(5), at_once=1)
-    assert len(ran) == 1
-    assert isinstance(jobs[2].error, GivenUp) and jobs[2].error.because_of_others
+    pool.run([Job(raises(OSError("no"))), *(Job(ran.append) for _ in range(4))], Bounded(5), at_once=1)
+    assert len(ran) == 4
 
 
 def test_what_never_began_never_runs_and_what_is_done_too_late_is_undone(pool):
