@@ -23,12 +23,11 @@ class Guarded {
   Guarded(py::object coroutine, py::object rescue, py::object self)
       : coroutine_(std::move(coroutine)), rescue_(std::move(rescue)), self_(std::move(self)) {}
 
-  py::object send(const py::object& value) { return step("send", value); }
+  py::object send(const py::object& value) { return step("send", py::make_tuple(value)); }
 
-  template <class... Arguments>
-  py::object step(const char* how, const Arguments&... arguments) {
+  py::object step(const char* how, const py::args& arguments) {
     try {
-      return coroutine_.attr(how)(arguments...);
+      return coroutine_.attr(how)(*arguments);
     } catch (py::error_already_set& error) {
       if (error.matches(PyExc_StopIteration)) throw;  // it is done
       rescued(rescue_, self_, error);
@@ -60,8 +59,8 @@ inline void define_guarded(py::module& m) {
       .def("__iter__", [](py::object self) { return self; })
       .def("__next__", [](Guarded& g) { return g.send(py::none()); })
       .def("send", &Guarded::send)
-      .def("throw", [](Guarded& g, const py::args& error) { return g.step("throw", *error); })
-      .def("close", [](Guarded& g) { return g.step("close"); });
+      .def("throw", [](Guarded& g, const py::args& error) { return g.step("throw", error); })
+      .def("close", [](Guarded& g) { return g.step("close", py::args()); });
   m.def("guarded", &guarded, py::arg("body"), py::arg("rescue"), py::arg("awaited"));
 }
 
