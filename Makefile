@@ -55,7 +55,7 @@ test-sanitizers: $(VENV)/ready
 		../bin/python setup.py --quiet build_ext --inplace
 	cd $(VENV)/sanitized && ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-		../bin/python -m pytest tests/test_holders.py tests/test_world.py tests/test_foreign.py -k "not grows"
+		../bin/python -m pytest tests/groups tests/transition/test_world.py tests/transition/test_stand_in.py -k "not grows"
 
 test-nccl: beside
 	cd $(VENV_CUDA)/beside && ../bin/python -m pytest tests/nccl tests/gpu

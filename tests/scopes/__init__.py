@@ -1,1 +1,1 @@
-"""What scopes do, over a world that only writes down what is asked of it."""
+"""What scopes do: over a world that only writes down what is asked of it, and on real ranks."""
