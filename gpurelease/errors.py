@@ -100,17 +100,23 @@ class ContextFailed(TransitionFailed):
     state = "The world is restored: every group works."
 
 
+def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last rank of each run of ranks."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return runs
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return "rank 3", "ranks 3 and 5", "ranks 0 to 4,095", "ranks 0, 1 and 7 to 15"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
     pieces: list[tuple[str, int]] = []
-    for run in runs:
-        pieces += [(f"{run[0]:,} to {run[-1]:,}", len(run))] if len(run) > 3 else [(f"{rank:,}", 1) for rank in run]
+    for first, last in runs_of(ranks):
+        run = range(first, last + 1)
+        pieces += [(f"{first:,} to {last:,}", len(run))] if len(run) > 3 else [(f"{rank:,}", 1) for rank in run]
     if len(pieces) > 9:
         pieces[8:] = [(f"{sum(count for _, count in pieces[8:]):,} more", 0)]
     words = [piece for piece, _ in pieces]

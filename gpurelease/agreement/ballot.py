@@ -82,8 +82,8 @@ class Ballot:
         Returns:
             The verdict that counts, or None if it is too early for one; and all answers, or none.
         """
-        records = map(json.loads, self._room.get(self._key("answers")).decode().splitlines())
-        answers = {record["rank"]: record for record in records}
+        lines = self._room.get(self._key("answers")).decode().splitlines()
+        answers = {record["rank"]: record for record in json.loads(f"[{','.join(lines)}]")}
         missing = [rank for rank in range(self._size) if rank not in answers]
         if missing and time_is_up_after is None:
             return None, []  # a rank was counted twice, when the store had not answered it

@@ -8,16 +8,19 @@ An answer says where its rank stands, and what it wants:
 * "step": what it has just done ("stood in", "built", ...), by the verdict with the number "step of";
 * "stand-in": what tells the Gloo that it has for WORLD from another, or "" if it needs none.
 
-Who wants the world released adds what it would release (see :func:`_from_armed`), and who is released what it has
-released. The verdict says in "do" what comes next, for all ranks::
+Who wants the world released adds what it would release (see :func:`_from_armed`): all of that the first time, and after
+that the number of the roll call in which it was the same. Fields that are as in :data:`USUAL` are left out. The verdict
+says in "do" what comes next, for all ranks::
 
-    ARMED      stand in      build a Gloo for WORLD; then another roll call
+    ARMED      describe      say all of it, since it has changed on some ranks; then another roll call
+               stand in      build a Gloo for WORLD; then another roll call
                release       put shells on the tables, end or suspend the backends; then another
     RELEASED   stand in      build another Gloo, since some rank doubts the one that it has
                end           end the suspended backends after all, since that failed somewhere
                restore       build and connect new backends, or resume the old ones; then another
                put on        put them on the tables
-    apart      follow        some are ARMED and some RELEASED, or at another generation: the former take off what the
+    apart      describe      say what was released; then another roll call
+               follow        some are ARMED and some RELEASED, or at another generation: the former take off what the
                              latter have taken off, so that all can be restored together
     any        fail          nothing; all raise what is in "failures", by rank
                rest          nothing: all are in one state. Who wanted another one comes again
@@ -34,6 +37,30 @@ from typing import Any
 from gpurelease.agreement.ballot import Answer, Answers, Verdict
 from gpurelease.errors import ranks_text
 
+USUAL: Answer = {
+    "problem": "",
+    "because of others": False,
+    "step": "",
+    "step of": 0,
+    "backends": None,
+    "groups": None,
+    "unmatched": [],
+    "as in": None,
+    "held by": "rebuild",
+    "contexts": False,
+    "context": "",
+    "freed": None,
+    "unsuspended": "",
+    "gone": [],
+    "in turn": False,
+    "doubts": False,
+}
+
+
+def without_usual(answer: Answer) -> Answer:
+    """Return an answer without what goes without saying."""
+    return {field: value for field, value in answer.items() if field not in USUAL or USUAL[field] != value}
+
 
 def conclude(answers: Answers) -> Verdict:
     """Return what all ranks are to do.
@@ -44,6 +71,7 @@ def conclude(answers: Answers) -> Verdict:
     Returns:
         The verdict; its other fields are said where it is made.
     """
+    answers = [{**USUAL, **answer} for answer in answers]
     stands = {(answer["phase"], answer["generation"]) for answer in answers}
     if len(stands) > 1:
         return _from_apart(answers)
@@ -66,6 +94,8 @@ def _from_apart(answers: Answers) -> Verdict:
     if problems:
         return _failed(problems)
     released = [answer for answer in answers if answer["phase"] == "released"]
+    if any(answer["groups"] is None for answer in released):
+        return {"do": "describe"}
     keys = sorted({key for answer in released for key in answer["groups"]})
     return {"do": "follow", "keys": keys, "backends": released[0]["backends"] if released else None}
 
@@ -76,11 +106,13 @@ def _from_apart(answers: Answers) -> Verdict:
 def _from_armed(answers: Answers) -> Verdict:
     """Decide which groups are released.
 
-    Answers have "strategy", "backends", "groups" (key -> [size of the group, whether it is connected, why it cannot be
-    suspended]), "unmatched" (names in ``keep=`` that match nothing on that rank), "world" (the key of WORLD, if it is
-    one of the groups), "stand-in" and "contexts" (whether there is an ``also=``).
+    Answers have "stand-in" and "contexts" (whether there is an ``also=``), and "strategy", "backends", "groups" (key ->
+    [size of the group, whether it is connected, why it cannot be suspended]), "unmatched" (names in ``keep=`` that
+    match nothing on that rank) and "world" (the key of WORLD, if it is one of the groups). If all that is as it was
+    when it was decided on before, they have the number of that roll call in "as in" instead.
 
     Returns:
+        "as in": that number, if it is the same on all ranks, instead of the next four.
         "strategy": "rebuild" or "suspend".
         "strategy reason": why, if it was left to us.
         "kept": key -> the ranks that would have released the group, where not all of its members would.
@@ -93,6 +125,13 @@ def _from_armed(answers: Answers) -> Verdict:
         return _failed(problems)
     if any(answer["wants"] == "armed" for answer in answers):
         return {"do": "rest", "last": True}
+    contexts = any(answer["contexts"] for answer in answers)
+    if any(answer["as in"] is not None for answer in answers):
+        if len(known := {answer["as in"] for answer in answers}) > 1:
+            return {"do": "describe"}
+        if not _one_stand_in(answers):
+            return {"do": "stand in"}
+        return {"do": "release", "as in": known.pop(), "contexts": contexts}
     differing = _differing(answers, "strategy", "backends") or _unmatched(answers)
     if differing:
         return _failed(differing)
@@ -123,7 +162,7 @@ def _from_armed(answers: Answers) -> Verdict:
         "strategy reason": reason,
         "kept": kept,
         "unconnected": [key for key, count in connected.items() if 0 < count < sizes[key]],
-        "contexts": any(answer["contexts"] for answer in answers),
+        "contexts": contexts,
     }
     if len(kept) == len(listed):
         return {"do": "rest", "nothing": True, "last": True, **decided}

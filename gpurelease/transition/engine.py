@@ -7,14 +7,18 @@ have come, planned without a problem, and drained their devices; and nothing but
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpurelease.agreement.ballot import Answer, Verdict
+from gpurelease.agreement.ballot import Answer, Answers, Verdict
+from gpurelease.agreement.compact import packed, unpacked
 from gpurelease.agreement.meanwhile import Meanwhile
-from gpurelease.agreement.verdicts import conclude
+from gpurelease.agreement.verdicts import conclude, without_usual
 from gpurelease.agreement.waiting import NotAllCame
 from gpurelease.errors import TransitionFailed
+from gpurelease.groups.releasable import Releasable
 from gpurelease.groups.standin import OWN_GLOO
 from gpurelease.options import connects_in_turn
 from gpurelease.strategies.patience import Bounded
@@ -24,7 +28,7 @@ from gpurelease.transition import gloo
 from gpurelease.transition.aim import Aim
 from gpurelease.transition.passage import Abandoned, Passage
 from gpurelease.transition.steps import Steps
-from gpurelease.transition.world import Phase, World
+from gpurelease.transition.world import Decided, Phase, World
 
 HEAR_WITHIN = 2.0  # seconds within which ranks that wait for one that has failed hear of that, and come
 
@@ -44,6 +48,7 @@ class Engine:
         self._passage = passage
         self._timeout = world.timeout(aim.options)
         self._because: dict[int, str] = {}  # by rank, why a release is undone
+        self._describes = False  # whether all is said of what is released, or would be, though it may be as before
 
     def go(self) -> Verdict:
         """Go through as many roll calls as it takes for all ranks to be in one state.
@@ -56,9 +61,8 @@ class Engine:
             RestoreFailed: The world is RELEASED on this rank.
         """
         self._world.settled = False
-        own = next((each for each in self._aim.plan.candidates if each.group is self._world.group), None)
-        if own is not None and self._aim.wants is Phase.RELEASED and self._stand_in() == "none":
-            self._aim.problem = self._aim.problem or gloo.why_no_room(gloo.needed(own.group))
+        if self._own is not None and self._aim.wants is Phase.RELEASED and self._stand_in(as_decided=True) == "none":
+            self._aim.problem = self._aim.problem or gloo.why_no_room(gloo.needed(self._own.group))
         with devices.on_device(self._aim.device):
             pool = self._threads()
             try:
@@ -75,11 +79,14 @@ class Engine:
             while True:
                 verdict = self._reach(done, meanwhile)
                 if verdict["do"] == "fail":
-                    raise self._failed(failures=_by_rank(verdict["failures"]))
+                    raise self._failed(failures=verdict["failures"])
                 if verdict["do"] == "rest":
                     break
+                if verdict["do"] == "describe":
+                    self._describes = True
+                    continue
                 if verdict["do"] == "restore" and verdict["because"]:
-                    self._because = _by_rank(verdict["because"])
+                    self._because = verdict["because"]
                     self._aim.wants = Phase.ARMED
                 self._passage.is_voting = verdict["do"] == "stand in"
                 number, meanwhile = self._world.roll_call.number - 1, self._world.roll_call.meanwhile()
@@ -96,6 +103,11 @@ class Engine:
         if self._because:
             raise self._world.failure(Phase.RELEASED, failures=self._because)
         return verdict
+
+    @property
+    def _own(self) -> Releasable | None:
+        """WORLD itself, if it is to be released."""
+        return next((each for each in self._aim.plan.candidates if each.group is self._world.group), None)
 
     @property
     def wants(self) -> Phase:
@@ -155,52 +167,94 @@ class Engine:
         self._passage.may_take(timeout)
         with self._aim.transition.step("roll call"):
             try:
-                return self._world.roll_call.call({**self._stand(), **done}, conclude, timeout, others_get_on)
+                answer = without_usual({**self._stand(), **done})
+                verdict = self._world.roll_call.call(answer, _conclude, timeout, others_get_on)
             except NotAllCame as absent:
                 raise self._failed(absent.reason, missing=absent.missing) from absent.__cause__
+        return self._recall(unpacked(verdict))
+
+    def _recall(self, verdict: Verdict) -> Verdict:
+        """Keep in mind what was decided to release, and return a verdict that says to do as before in full."""
+        world = self._world
+        if "as in" in verdict:
+            assert world.decided is not None
+            return {**world.decided.verdict, **verdict}
+        if verdict["do"] == "release":
+            what = {field: verdict[field] for field in ("strategy", "strategy reason", "kept", "unconnected")}
+            world.decided = Decided(world.roll_call.number - 1, _digest(self._plan()), what)
+        return verdict
 
     def _stand(self) -> Answer:
         """Return where this rank stands, and what its caller wants: see :mod:`gpurelease.agreement.verdicts`."""
-        world, aim = self._world, self._aim
-        released = world.released if world.is_released else aim.plan.candidates
+        world, aim, what = self._world, self._aim, self._what()
         return {
             "phase": world.phase.value,
             "generation": world.generation,
             "wants": aim.wants.value,
             "problem": aim.problem,
-            "because of others": False,
             "step": aim.step,
-            "step of": 0,
-            "strategy": aim.options.strategy,
-            "backends": (world.options if world.is_released else aim.options).backends,
-            "groups": {each.key: [each.group.size(), each.connected, each.why_not_suspended] for each in released},
-            "in turn": connects_in_turn() or any(each.in_turn for each in world.released),
-            "unmatched": aim.plan.unmatched,
-            "world": next((each.key for each in aim.plan.candidates if each.group is world.group), ""),
-            "stand-in": self._stand_in(),
+            "stand-in": self._stand_in(as_decided="as in" in what),
             "held by": world.strategy.name,
             "contexts": aim.contexts,
             "context": aim.context,
-            "freed": None,
-            "unsuspended": "",
+            "in turn": connects_in_turn() or any(each.in_turn for each in world.released),
             "gone": [each.key for each in world.released if not books.exists(each.group)],
             "doubts": world.doubts,
+            **what,
         }
 
-    def _stand_in(self) -> str:
-        """Return what tells the Gloo that this rank has for WORLD from others; "none": it has none; "": it needs
-        none."""
+    def _what(self) -> Answer:
+        """Return what this rank would release, or has released, as shortly as it will be understood."""
+        world = self._world
+        if world.is_released:
+            return {"backends": world.options.backends, "groups": _list(world.released)} if self._describes else {}
+        if self._aim.wants is not Phase.RELEASED:
+            return {}
+        plan, decided = self._plan(), world.decided
+        if decided is not None and not self._describes and decided.digest == _digest(plan):
+            return {"as in": decided.number}
+        return plan
+
+    def _plan(self) -> Answer:
+        aim = self._aim
+        return {
+            "strategy": aim.options.strategy,
+            "backends": aim.options.backends,
+            "groups": _list(aim.plan.candidates),
+            "unmatched": aim.plan.unmatched,
+            "world": "" if self._own is None else self._own.key,
+        }
+
+    def _stand_in(self, *, as_decided: bool) -> str:
+        """Return what tells the Gloo that this rank has for WORLD from others; "none": it has none; "": it needs none.
+
+        Args:
+            as_decided: Whether the groups are released that were decided on the last time.
+        """
         world = self._world
         if world.is_released and world.releasable() is None:
             return ""
         if not world.is_released:
-            candidate = next((each for each in self._aim.plan.candidates if each.group is world.group), None)
+            candidate = self._own
+            if (
+                as_decided
+                and world.decided is not None
+                and (candidate is None or candidate.key in world.decided.verdict["kept"])
+            ):
+                return ""
             if candidate is not None and candidate.gloo_that_stays() is not None:
                 return OWN_GLOO
         usable = world.stand_in is not None and (not world.doubts or world.stand_in.made_in == OWN_GLOO)
         return world.stand_in.made_in if world.stand_in is not None and usable else "none"
 
 
-def _by_rank(texts: Mapping[Any, str]) -> dict[int, str]:
-    """Return texts by rank: JSON has no numbers for keys."""
-    return {int(rank): text for rank, text in texts.items()}
+def _conclude(answers: Answers) -> Verdict:
+    return packed(conclude(answers))
+
+
+def _list(releasables: Sequence[Releasable]) -> dict[str, list[Any]]:
+    return {each.key: [each.group.size(), each.connected, each.why_not_suspended] for each in releasables}
+
+
+def _digest(plan: Answer) -> str:
+    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()

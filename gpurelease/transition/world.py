@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -32,6 +32,20 @@ class Phase(enum.Enum):
     RELEASED = "released"
 
 
+class Decided(NamedTuple):
+    """What the ranks have decided to release.
+
+    Attributes:
+        number: Number of the roll call in which they did.
+        digest: Of what this rank had said in it: as long as that is the same on all ranks, they decide the same.
+        verdict: What they decided.
+    """
+
+    number: int
+    digest: str
+    verdict: dict[str, Any]
+
+
 class World:
     """One WORLD on one rank.
 
@@ -46,6 +60,7 @@ class World:
         report: That of the scope that has released it the last time.
         rank: This process's rank in WORLD.
         roll_call: How the ranks agree.
+        decided: What the ranks have decided to release the last time.
         released: The groups that are released, in the order that all ranks have.
         strategy: How memory was given back the last time, with what it needs to take it again.
         absence: What WORLD had before Gloo stood in for it, while it does.
@@ -69,6 +84,7 @@ class World:
         self.report = Report()
         self.rank = group.rank()
         self.roll_call = RollCall(lambda: stores.client_of(store), group.rank(), group.size())
+        self.decided: Decided | None = None
         self.released: list[Releasable] = []
         self.husks = Husks()
         self.strategy: Strategy = Rebuild(self.husks)

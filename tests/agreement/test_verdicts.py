@@ -49,6 +49,21 @@ def built(**more):
 # -------------------------------------------------------------------------------------------------------------- ARMED
 
 
+def as_in(number, **more):
+    return {"phase": "armed", "generation": 0, "wants": "released", "as in": number, "stand-in": "one", **more}
+
+
+def test_what_has_not_changed_is_decided_as_before():
+    assert verdict(as_in(7), as_in(7, contexts=True)) == {"do": "release", "as in": 7, "contexts": True}
+    assert verdict(as_in(7), as_in(7, **{"stand-in": "none"})) == {"do": "stand in"}
+    assert verdict(as_in(7), as_in(7, problem="no"))["failures"] == {1: "no"}
+
+
+@pytest.mark.parametrize("other", [as_in(8), answer(groups={"w": [2, 1, ""]})])
+def test_if_one_rank_has_something_new_to_say_all_say_everything(other):
+    assert verdict(as_in(7), other) == verdict(other, as_in(7)) == {"do": "describe"}
+
+
 def test_a_group_is_released_if_all_its_members_would():
     groups = {"w": [3, 1, ""], "a": [2, 1, ""]}
     assert verdict(answer(groups=groups), answer(groups=groups), answer(groups={"w": [3, 1, ""]})) == {
@@ -158,6 +173,11 @@ def test_what_could_not_be_suspended_on_one_rank_is_ended_on_all():
     assert found == {"do": "end", "reason": "rank 1: this"}
     held = verdict(released(**{"held by": "suspend"}), released(wants="armed"))
     assert held == {"do": "end", "reason": "some ranks have ended what others have suspended"}
+
+
+def test_ranks_that_are_apart_say_what_was_released():
+    assert verdict(answer(), released(groups=None))["do"] == "describe"
+    assert verdict(answer(), released(groups={"a": [2, 1, ""]}))["keys"] == ["a"]
 
 
 def test_a_gloo_that_one_rank_doubts_is_built_anew_by_all():
