@@ -55,10 +55,11 @@ class Environment:
 
 @pytest.fixture
 def source(tmp_path):
-    """A copy of the source as a clone has it, without what was built in it."""
+    """A copy of the source as a clone would have it, with what is not committed yet, and without what was built."""
     copy = tmp_path / "source"
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for name in names:
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in filter(lambda name: (ROOT / name).exists(), names):
         target = copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())

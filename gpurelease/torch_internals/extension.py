@@ -52,6 +52,6 @@ def _installed_from() -> str:
     """Return what pip was told to install, as it has written it down; the package's name, if it came from an index."""
     installed = next(iter(importlib.metadata.distributions(name="gpurelease")), None)
     text = None if installed is None else installed.read_text("direct_url.json")
-    origin = json.loads(text) if text else {"url": "gpurelease"}
+    origin: dict[str, Any] = json.loads(text) if text else {"url": "gpurelease"}
     code = origin.get("vcs_info")
     return f"{code['vcs']}+{origin['url']}@{code['commit_id']}" if code else origin["url"]
