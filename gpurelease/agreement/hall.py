@@ -81,6 +81,11 @@ class Hall:
             if is_over():
                 return
 
+    @property
+    def has_served_all(self) -> bool:
+        """Whether as many have been handed the token as there are other ranks."""
+        return len(self._served) >= self._size - 1
+
     def ring(self, client: Store) -> None:
         """Have rank 0 look up: there is a verdict."""
         _hall(client).set("bell", "")

@@ -261,12 +261,12 @@ class RollCall:
             number += not counts
         cast()
         if counts and not self._full:
-            if self._rank == 0:
-                # The others are told when they come, and not left waiting for the token.
-                deadline = time.monotonic() + timeout
-                self._hall.serve(client, number, deadline, lambda: calls != self._calls)
-            else:
+            if self._rank > 0:
                 self._hall.ring(client)
+            elif not self._hall.has_served_all:
+                # The others are told when they come, and not left waiting for the token.
+                deadline, hall = time.monotonic() + timeout, self._hall
+                hall.serve(client, number, deadline, lambda: calls != self._calls or hall.has_served_all)
         return counts
 
     def _ballot(self, number: int | None = None) -> Ballot:

@@ -162,8 +162,9 @@ def _no_thread(frame: Frame, world: World, wanted: Phase, error: RuntimeError) -
     frame.is_entering = False
     text = f"it can start no more threads ({error})"
     world.settled = False
+    timeout = world.timeout(frame.options if frame.options.timeout is not None else world.options)
     try:
-        world.roll_call.leave(f"rank {world.rank} left: {text}", world.timeout(world.options))
+        world.roll_call.leave(f"rank {world.rank} left: {text}", timeout)
     except (NotAllCame, RuntimeError):
         logger.warning("the other ranks could not be told that rank %d can start no thread", world.rank, exc_info=True)
     return world.failure(wanted, failures={world.rank: text})

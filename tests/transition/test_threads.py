@@ -1,0 +1,115 @@
+"""A container's limit on threads is reached on one rank: one error on all ranks, and the groups work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from gpurelease import (
+    ReleaseFailed,
+    RestoreFailed,
+    TransitionFailed,
+    is_released,
+    release_depth,
+    released_world,
+    restore_world,
+)
+from tests.cycles import POSING, backend_of, refusal, total
+from tests.ranks import init_gloo, run_ranks
+
+SIZE = 3
+MORE_THAN_ANY_MACHINE_HAS = 2**46  # bytes
+
+
+@contextmanager
+def none_can_be_started():
+    """Have pthread_create() fail, as it does at a limit."""
+    threading.stack_size(MORE_THAN_ANY_MACHINE_HAS)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        threading.stack_size(0)
+
+
+@contextmanager
+def few_can_be_started(few):
+    """Have all but the first ``few`` threads fail to start."""
+    start, started = threading.Thread.start, []
+
+    def limited(self):
+        if len(started) >= few:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    threading.Thread.start = limited
+    try:
+        yield
+    finally:
+        threading.Thread.start = start
+
+
+def limited(rank, size, few, limited_rank, entering, is_async):
+    init_gloo(rank, size)
+    groups = [dist.group.WORLD, *(dist.new_group(list(range(size))) for _ in range(3))]
+    if few is not None:
+        with released_world(**POSING):  # threads of Gloo's own are there
+            pass
+    before = [backend_of(group) for group in groups]
+    scope, limit = released_world(**POSING), few_can_be_started(few) if few else none_can_be_started()
+    told, started = None, time.monotonic()
+
+    async def go_async():
+        if not entering:
+            await scope.__aenter__()
+        if rank == limited_rank:
+            limit.__enter__()
+        await (scope.__aenter__() if entering else scope.__aexit__(None, None, None))
+
+    def go():
+        if not entering:
+            scope.__enter__()
+        if rank == limited_rank:
+            limit.__enter__()
+        if entering:
+            scope.__enter__()
+        else:
+            scope.__exit__(None, None, None)
+
+    try:
+        asyncio.run(go_async()) if is_async else go()
+    except TransitionFailed as error:
+        told = error
+    if rank == limited_rank:
+        limit.__exit__(None, None, None)
+    assert time.monotonic() - started < 10
+    assert (is_released(), release_depth()) == (not entering, 0)
+    assert isinstance(told, ReleaseFailed if entering else RestoreFailed)
+    assert "it can start no more threads (can't start new thread)" in str(told)
+    if entering:
+        assert [backend_of(group) for group in groups] == before
+        assert [total(group) for group in groups] == [3.0] * 4
+    else:
+        assert refusal(groups[1])
+    dist.barrier()
+    if not entering:
+        restore_world()
+    with released_world(**POSING):
+        assert refusal(groups[1])
+    assert [total(group) for group in groups] == [3.0] * 4
+    return f"rank {limited_rank}" in str(told)
+
+
+@pytest.mark.parametrize("limited_rank, is_async", [(0, False), (1, True)], ids=["0", "1, async"])
+@pytest.mark.parametrize("entering", [True, False], ids=["on entering", "on leaving"])
+@pytest.mark.parametrize("few", [None, 1, 2])
+def test_one_error_on_all_ranks_and_the_groups_work(few, limited_rank, entering, is_async):
+    results = run_ranks(limited, SIZE, few=few, limited_rank=limited_rank, entering=entering, is_async=is_async)
+    assert results == [True] * SIZE
