@@ -15,6 +15,9 @@ def write_table(group: ProcessGroup, rows: list[tuple[str, int, Any]], devices: 
 def split_count(group: ProcessGroup) -> int:
     """Return how many groups were split off the group in C++ and given its description."""
 
+def wait_for_pending_works(backend: Any) -> None:
+    """Wait until a backend has no collective under way that it watches."""
+
 def groups_held(group_type: type[ProcessGroup]) -> list[ProcessGroup]:
     """Return all groups of a type that this process holds in Python."""
 

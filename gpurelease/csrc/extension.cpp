@@ -49,6 +49,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("read_table", &read_table, py::arg("group"));
   m.def("write_table", &write_table, py::arg("group"), py::arg("rows"), py::arg("devices"));
   m.def("split_count", [](ProcessGroup& group) { return Table::splits(group); }, py::arg("group"));
+  m.def(
+      "wait_for_pending_works",  // torch 2.11 has it for groups only
+      [](Backend& backend) { backend.waitForPendingWorks(); },
+      py::call_guard<py::gil_scoped_release>(),
+      py::arg("backend"));
   m.def("groups_held", &groups_held, py::arg("group_type"));
 
   py::class_<Shell, c10::intrusive_ptr<Shell>, Backend>(m, "Shell")

@@ -11,6 +11,7 @@
 #define HAS_SECOND_NCCL
 #endif
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <pybind11/functional.h>
 
@@ -38,6 +39,16 @@ PRIVATE_MEMBER(Uid, First, size_t, local_id_)
 using Second = c10d::nccl2::ProcessGroupNCCL;
 using Hooks = std::unordered_map<int64_t, c10d::AbortHook>;
 PRIVATE_MEMBER(AbortHooks, Second, Hooks, abortHooks_)
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+// What answers collectivesTimingEnabled() is not exported.
+using EventPool = c10d::nccl2::NCCLEventPool;
+PRIVATE_MEMBER(Events, Second, std::shared_ptr<EventPool>, event_pool_)
+PRIVATE_MEMBER(EventTiming, EventPool, std::atomic<bool>, timing_enabled_)
+bool is_timed(Second& second) { return ((*(second.*pointer_to(Events()))).*pointer_to(EventTiming())).load(); }
+#else
+bool is_timed(Second& second) { return second.collectivesTimingEnabled(); }
+#endif
 #endif
 
 // Whether collectives are timed, whether tensors are checked for NaN (None: it has no such check of its own), whether a
@@ -58,7 +69,7 @@ py::tuple read_settings(c10d::Backend& backend) {
     for (const auto& [id, hook] : (*second).*pointer_to(AbortHooks())) {
       hooks[py::int_(id)] = py::cpp_function(hook);
     }
-    return py::make_tuple(second->collectivesTimingEnabled(), py::none(), false, hooks);
+    return py::make_tuple(is_timed(*second), py::none(), false, hooks);
   }
 #endif
   return py::make_tuple(false, py::none(), false, hooks);

@@ -48,4 +48,5 @@ def empty_cache() -> None:
 def drain(devices: Iterable[torch.device | None]) -> None:
     """Wait until all that was queued on the devices is done."""
     for device in {device for device in devices if device is not None}:
-        torch.accelerator.synchronize(device)
+        with on_device(device):  # on a thread of ours: torch 2.11 would make a context on the device it comes back to
+            torch.accelerator.synchronize(device)

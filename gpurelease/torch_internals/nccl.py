@@ -16,6 +16,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from gpurelease.torch_internals.devices import has_context, on_device
+from gpurelease.torch_internals.extension import extension
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def abort(backend: Any) -> None:
     communicator aborted, it ends the process, a minute later (2.11 to 2.15).
     """
     if is_first_nccl(backend):
-        backend._wait_for_pending_works()  # 2.11 to 2.15
+        extension().wait_for_pending_works(backend)
     backend.abort()
 
 

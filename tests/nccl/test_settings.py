@@ -107,7 +107,8 @@ def taken_back(rank, size, strategy):
         group.register_abort_hook(hook, heard)
     with released_world(strategy=strategy, timeout=20):
         group.unregister_abort_hook(7)
-    return sorted(nccl.settings_of(backend_of(group)).abort_hooks)
+    left = nccl.settings_of(backend_of(group)).abort_hooks  # and torch's own, from 2.15
+    return [hook for hook in (7, 8) if hook in left]
 
 
 @pytest.mark.skipif(not HAS_SECOND, reason="ProcessGroupNCCL2 came with torch 2.14")
