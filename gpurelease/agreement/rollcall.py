@@ -125,6 +125,7 @@ class RollCall:
     def _call(
         self, answer: Answer, conclude: Conclude, timeout: float, others_get_on: Callable[[], bool] | None
     ) -> Verdict:
+        before_it_came: NotAllCame | None = None  # who had left by then, and why
         in_grace: NotAllCame | None = None
         while True:
             wait = timeout if in_grace is None else min(timeout, BACK_WITHIN)
@@ -135,13 +136,15 @@ class RollCall:
             if in_grace is not None:
                 raise in_grace
             number = self.number - 1
-            before = "left" in verdict and self._rank in told.missing and number != self._broken_off
-            if before or self._rank in verdict.get("absent", ()):
-                continue  # it was given up before this rank came, perhaps by itself
-            if "left" not in verdict or waited > SURELY_THERE or number == self._broken_off:
-                raise told
-            if not self._ballot().has_begun:
-                in_grace = told  # perhaps it was left before this rank came, and who left is back in a moment
+            by_itself = "left" in verdict and self._rank in told.missing and number != self._broken_off
+            if not by_itself and self._rank not in verdict.get("absent", ()):
+                if "left" not in verdict or waited > SURELY_THERE or number == self._broken_off:
+                    raise told
+                before_it_came = told
+            # Else it was given up before this rank came, perhaps by itself. Where nobody waits at the next one, those
+            # that have left may be back in a moment, or be gone.
+            if before_it_came is not None and not self._ballot().has_begun:
+                in_grace = before_it_came
 
     def _take_part(
         self,
