@@ -11,6 +11,7 @@
 #   make test-gpu         in that environment, on real GPUs: the same checks, and what a scope gives and takes
 #   make test-torch       torch's own DistributedTest with a cycle after each group that is made (make test has a sample)
 #   make test-install     pip install in all ways, in environments of their own
+#   make test-ctrl-c      Ctrl-C at every line of a scope, of which make test has a sample
 #   make test-sanitizers  the tests that use the extension most, with it under AddressSanitizer and UBSan (needs g++)
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ PIP = -m pip --disable-pip-version-check install --quiet
 SANITIZE = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer
 BUILT_FROM = setup.py setup.cfg $(wildcard gpurelease/csrc/*.?pp gpurelease/csrc/nv/*)
 
-.PHONY: demo test lint types test-torch test-install test-sanitizers test-nccl test-gpu soak soak-nccl beside clean
+.PHONY: demo test lint types test-torch test-install test-ctrl-c test-sanitizers test-nccl test-gpu soak soak-nccl beside clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m gpurelease.demo $(DEMO)
@@ -46,6 +47,9 @@ test-torch: $(VENV)/ready
 
 test-install: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/test_install.py
+
+test-ctrl-c: $(VENV)/ready
+	CTRL_C_EVERYWHERE=1 $(VENV)/bin/python -m pytest tests/scopes/test_ctrl_c.py tests/scopes/test_interrupts.py
 
 # Built and run in a copy, since the extension in the source tree is the one that is imported from there.
 test-sanitizers: $(VENV)/ready

@@ -42,7 +42,7 @@ from tests.ranks import run_ranks
 OPTIONS = {"backends": ("gloo",), "timeout": 5}
 OURS = (str(Path(gpurelease.__file__).parent), contextlib.__file__, str(Path(contextlib2.__file__).parent))
 SAMPLE = 30  # lines, of each kind of scope
-ALL = os.environ.get("CTRL_C_EVERYWHERE") == "1"
+ALL = os.environ.get("CTRL_C_EVERYWHERE") == "1"  # as `make test-ctrl-c` has it
 
 # ------------------------------------------------------------------------------------------------------------- scopes
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import inspect
 
 import pytest
 
-from gpurelease import InvalidOption, ScopeMisuse, release_depth, releases_world
+from gpurelease import InvalidOption, ScopeMisuse, is_released, release_depth, releases_world
 
 
 def test_with_and_without_parentheses(world):
@@ -130,18 +131,61 @@ def test_what_cannot_be_decorated_is_refused_at_decoration_with_the_reason(what,
         releases_world(timeout=3)(what)
 
 
-def test_a_plain_function_that_returns_what_runs_later_is_refused_at_the_call(world):
-    async def work():
-        pytest.fail("it ran")
+async def work():
+    await asyncio.sleep(0)
 
+
+class Awaitable:
+    def __await__(self):
+        return work().__await__()
+
+
+@pytest.mark.parametrize(
+    "promise, kind",
+    [
+        (work, "coroutine"),
+        (generator, "generator"),
+        (async_generator, "async_generator"),
+        (lambda: asyncio.ensure_future(work()), "Task"),
+        (lambda: asyncio.get_running_loop().create_task(work()), "Task"),
+        (lambda: asyncio.gather(work(), work()), "_GatheringFuture"),
+        (lambda: asyncio.get_running_loop().create_future(), "Future"),
+        (lambda: asyncio.get_running_loop().run_in_executor(None, int), "Future"),
+        (concurrent.futures.Future, "Future"),
+        (Awaitable, "Awaitable"),
+    ],
+)
+def test_a_plain_function_that_returns_what_runs_later_is_refused_at_the_call(world, promise, kind):
     @releases_world
-    def rollout(what):
-        return what()
+    def rollout():
+        return promise()
 
-    for what, kind in ((work, "coroutine"), (generator, "generator")):
+    async def main():
         with pytest.raises(ScopeMisuse, match=f"returned a {kind}, whose work would go on after the scope"):
-            rollout(what)
-    assert world.events == ["release", "restore"] * 2
+            rollout()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert world.events == ["release", "restore"]
+
+
+@pytest.mark.parametrize("awaits", [lambda: asyncio.ensure_future(work()), lambda: asyncio.gather(work()), Awaitable])
+def test_a_coroutine_function_that_awaits_it_is_held_until_it_is_done(world, awaits):
+    @releases_world
+    async def rollout():
+        promise = awaits()
+        assert is_released()
+        await promise
+        return is_released()
+
+    assert asyncio.run(rollout())
+    assert world.events == ["release", "restore"]
+
+
+@pytest.mark.parametrize("result", [None, [1], {"a": 1}, iter([1]), range(3), "samples"])
+def test_what_has_come_to_its_result_is_returned(world, result):
+    assert releases_world(lambda: result)() is result
+    assert world.events == ["release", "restore"]
 
 
 def test_bad_options_are_told_where_they_are_written():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
+import itertools
+import os
+import random
 import signal
 import threading
 import time
@@ -13,16 +17,19 @@ import torch.distributed as dist
 from gpurelease import (
     ReleaseFailed,
     RestoreFailed,
+    TransitionFailed,
     is_released,
+    release_depth,
     released_world,
     restore_world,
     restored_world,
 )
 from gpurelease.groups.releasable import Releasable
 from tests.cycles import POSING, backend_of, total
-from tests.ranks import init_gloo, run_ranks
+from tests.ranks import init_gloo, run_ranks, tcp_store
 
 SIZE = 3
+EVERYWHERE = os.environ.get("CTRL_C_EVERYWHERE") == "1"  # as `make test-ctrl-c` has it
 
 
 def interrupted_context(rank, size):
@@ -204,3 +211,172 @@ def interrupted_in_the_next_scope(rank, size):
 
 def test_an_interrupt_in_a_scope_around_a_world_that_is_still_released_is_told_of():
     assert run_ranks(interrupted_in_the_next_scope, 3) == [((1,), True, 3), ("interrupted", True, 3), ((1,), True, 3)]
+
+
+# --------------------------------------------------------------------------------------- Ctrl-C, plain and async
+
+
+class Kind:
+    """Enters, stays in, and leaves a scope in a plain or in an asynchronous way."""
+
+    def __init__(self, is_async):
+        self._is_async = is_async
+
+    def go(self, options, body=lambda: 0.0):
+        """Go through a scope whose body takes as many seconds as ``body()`` says, once it is called."""
+        if self._is_async:
+            asyncio.run(self._go_async(options, body))
+            return
+        with released_world(**options):
+            time.sleep(body())
+
+    async def _go_async(self, options, body):
+        async with released_world(**options):
+            await asyncio.sleep(body())
+
+
+class Meeting:
+    """A barrier that needs no group: a rank that left and came back at once would meet those that are not told yet."""
+
+    def __init__(self, rank, size):
+        self._store, self._size, self._met = tcp_store(rank, size, "meeting"), size, 0
+
+    def wait(self):
+        self._met += 1
+        if self._store.add(f"come {self._met}", 1) == self._size:
+            self._store.set(f"all {self._met}", "")
+        self._store.wait([f"all {self._met}"])
+
+
+def ctrl_c(after):
+    """Have Ctrl-C pressed in this process, in so many seconds."""
+    threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+# Which rank it is pressed on, and whether in an asynchronous scope.
+KINDS = [(0, False), (1, True), *([(0, True), (1, False)] if EVERYWHERE else [])]
+PLACES = ("planning", "waiting to enter", "inside", "waiting to leave")
+
+
+def pressed_at(rank, size, who, is_async):
+    """Press Ctrl-C on one rank in each place, in the first and in a later scope; return what each rank was told."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    kind, told, meeting = Kind(is_async), [], Meeting(rank, size)
+    for number, (place, is_first) in enumerate(itertools.product(PLACES, (True, False))):
+        dist.init_process_group("gloo", store=tcp_store(rank, size, f"{number}"), rank=rank, world_size=size)
+        group = dist.new_group(list(range(size)))
+        if not is_first:
+            with released_world(**POSING):
+                pass
+        dist.barrier()
+        told.append((place, is_first, *pressed(kind, rank, who, place, size)))
+        meeting.wait()
+        if is_released():
+            restore_world()
+        with released_world(**POSING):
+            pass
+        assert (is_released(), release_depth(), total(group)) == (False, 0, 3.0)
+        dist.destroy_process_group()
+    return told
+
+
+def pressed(kind, rank, who, place, size):
+    """Return what this rank was told, and how many seconds after it had come."""
+    last = next(each for each in range(size) if each != who)
+
+    def keep(group):
+        if rank == who and place == "planning":
+            raise KeyboardInterrupt
+        return False
+
+    def body():
+        if rank == who and place == "inside":
+            ctrl_c(0.2)
+            return 20.0
+        if rank == who and place == "waiting to leave":
+            ctrl_c(0.3)
+        # The interrupted rank does not wait for those that are inside for longer.
+        return {"inside": 2.0, "waiting to leave": 1.0}.get(place, 0.1) if rank == last else 0.1
+
+    if place == "waiting to enter":
+        if rank == who:
+            ctrl_c(0.3)
+        if rank == last:
+            time.sleep(1.0)
+    started = time.monotonic()
+    try:
+        kind.go({**POSING, "keep": keep} if place == "planning" else POSING, body)
+        words = "nothing"
+    except KeyboardInterrupt:
+        words = "interrupted"
+    except TransitionFailed as error:
+        words = str(error).partition(": ")[2].partition(" (")[0].partition(".")[0]
+        words = words if error.missing == (who,) else f"{error.missing}: {words}"
+    return words, time.monotonic() - started
+
+
+@pytest.mark.parametrize("who, is_async", KINDS)
+def test_ctrl_c_comes_out_at_once_and_the_others_are_told_at_once(who, is_async):
+    for rank, told in enumerate(run_ranks(pressed_at, SIZE, who=who, is_async=is_async, timeout=90)):
+        for place, is_first, words, seconds in told:
+            where = (rank, place, is_first, words, seconds)
+            expected = f"rank {who} left with KeyboardInterrupt, and rebuilds nothing"
+            assert words == ("interrupted" if rank == who else expected), where
+            assert seconds < (1.9 if rank == who and place == "inside" else 6), where
+
+
+# ------------------------------------------------------------------------------------------------------ at the verdict
+
+
+def at_the_verdict(rank, size, who, leaving, is_async, moments):
+    """Press Ctrl-C on one rank at about the time at which the last one comes; return who was where afterwards."""
+    init_gloo(rank, size)
+    group = dist.new_group(list(range(size)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    kind, seen, meeting = Kind(is_async), [], Meeting(rank, size)
+    with released_world(**POSING):
+        pass
+    for moment in moments:
+        dist.barrier()
+        meets_at = time.monotonic() + 0.15
+
+        def body(meets_at=meets_at, moment=moment):
+            if not leaving:
+                return 0.1
+            if rank == who:
+                ctrl_c(max(0.0, 0.15 + moment))
+            return 0.15 if rank != who else 0.0
+
+        if not leaving and rank == who:
+            ctrl_c(0.15 + moment)
+        if not leaving and rank != who:
+            time.sleep(max(0.0, meets_at - time.monotonic()))
+        outcome = "done"
+        try:
+            try:
+                kind.go(POSING, body)
+            finally:
+                time.sleep(0.3 * (rank == who))  # else it would come where the next one is opened
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+        except TransitionFailed as error:
+            outcome = type(error).__name__
+        assert release_depth() == 0
+        meeting.wait()
+        started = time.monotonic()
+        with released_world(**POSING):
+            assert is_released()
+        assert time.monotonic() - started < 5
+        assert (is_released(), total(group)) == (False, 1.0)
+        seen.append(outcome)
+    return seen
+
+
+@pytest.mark.parametrize("who, is_async", KINDS)
+@pytest.mark.parametrize("leaving", [False, True], ids=["entry", "exit"])
+def test_after_a_ctrl_c_at_the_verdict_all_ranks_are_brought_to_one_state_by_the_next_scope(who, is_async, leaving):
+    rng = random.Random(f"{who}, {is_async}, {leaving}")
+    moments = [rng.uniform(-0.005, 0.03) for _ in range(24 if EVERYWHERE else 4)]
+    by_rank = run_ranks(at_the_verdict, 2, timeout=120, who=who, leaving=leaving, is_async=is_async, moments=moments)
+    assert "interrupted" in by_rank[who]
+    assert "interrupted" not in by_rank[1 - who]
