@@ -87,7 +87,8 @@ class Book:
         self._frames: list[Frame] = []
         self._worlds: weakref.WeakKeyDictionary[ProcessGroup, World] = weakref.WeakKeyDictionary()
         self._inherited = inherited
-        self._passage: Passage | None = None
+        # Weakly: its thread holds it as long as it is on, and it would keep a destroyed WORLD's connections.
+        self._passage: Callable[[], Passage | None] = lambda: None
 
     # ------------------------------------------------------------------------------------------------------ questions
 
@@ -197,10 +198,11 @@ class Book:
     def claim(self, passage: Passage) -> Passage | None:
         """Have ``passage`` be the one that is on, or return the one that is."""
         with self._lock:
-            if self._passage is None or self._passage.is_over:
-                self._passage = passage
+            current = self._passage()
+            if current is None or current.is_over:
+                self._passage = weakref.ref(passage)
                 return None
-            return self._passage
+            return current
 
     def refuse_inside(self, frame: Frame) -> None:
         """Refuse to open or close scopes from where a transition waits for it, which would never end."""
@@ -210,7 +212,7 @@ class Book:
                 f"a scope was entered or left from inside the also= of {inside}: its contexts are entered and left "
                 "while the world is released, and cannot change that"
             )
-        passage = self._passage
+        passage = self._passage()
         waits_here = passage is not None and not passage.is_over and passage.waits_in == threading.get_ident()
         if waits_here or threading.current_thread().name.startswith("gpurelease"):
             raise ScopeMisuse(
@@ -224,6 +226,7 @@ class Book:
             if world.is_gone:
                 world.forget()
         self._frames = [frame for frame in self._frames if frame.world is None or not frame.world.is_gone]
+        _chain.set(tuple(frame for frame in _chain.get() if frame in self._frames))
 
 
 def others_than_around(frame: Frame, frames: list[Frame]) -> list[Frame]:
