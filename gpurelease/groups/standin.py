@@ -73,8 +73,7 @@ class Absence:
 
     def looks_meant_for_device(self, group: ProcessGroup) -> bool:
         """Return whether ``group``, made meanwhile, is on Gloo only since WORLD is: its maker may have meant NCCL."""
-        config = books.read_books(group).config
-        return self._books.backend != "gloo" and config == books.read_books(self._world.group).config
+        return self._books.backend != "gloo" and books.read_books(group).config == books.usual_config("gloo")
 
     def end(self) -> None:
         """Put WORLD's shells, books and bound device back, with the time-out that WORLD was given meanwhile, if any."""

@@ -75,6 +75,11 @@ def read_books(group: ProcessGroup) -> Books:
     return Books(dist.get_backend(group), dist.get_backend_config(group))
 
 
+def usual_config(backend: str) -> str:
+    """Return what is written down about a group that is made with the name of a backend alone."""
+    return str(distributed_c10d.BackendConfig(dist.Backend(backend)))  # 2.11 to 2.15
+
+
 def backend_names(group: ProcessGroup) -> dict[str, str]:
     """Return the name of the backend that serves each device type, as ``group`` was made ("cuda": "nccl")."""
     pairs = (pair.partition(":") for pair in read_books(group).config.split(","))
