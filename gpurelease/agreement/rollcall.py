@@ -82,7 +82,7 @@ class RollCall:
         other = RollCall(self._connect, self._rank, self._size)
         other._hall = self._hall
         other.number, other._answered, other._full = self.number, self._answered, self._full
-        other._seldom = set(self._seldom)
+        other._seldom = {*self._seldom, self.number}  # the thread may yet use keys of its roll call
         return other
 
     def meanwhile(self) -> Meanwhile:

@@ -121,12 +121,10 @@ class Releasable:
             made: Told of each store that is waited on, so that the wait can be called off.
         """
         built = []
-        self.met_on = []
         for part in self._parts:
             own = stores.base_of(books.store_of(self.group))
             meeting = stores.meeting(f"{prefix}{self.key}/{part.blueprint.devices[0]}", own, stores.base_of(client))
             made(meeting)
-            self.met_on.append(meeting)
             options = torch_backends.copy_of_options(torch_backends.options_of(part.shell), self._ranks)
             timeout = torch_backends.timeout_of(part.shell)
             built.append(replace(part.blueprint, options=options, timeout=timeout).build(meeting, limit))

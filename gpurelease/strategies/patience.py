@@ -37,7 +37,7 @@ class WhileSomebodyGetsOn:
     Args:
         timeout: Seconds.
         meanwhile: What ranks tell each other.
-        may_take: Told how long asking them may take.
+        may_take: Told how long asking them may take. Raises GivenUp if nobody waits for this rank any longer.
     """
 
     def __init__(self, timeout: float, meanwhile: Meanwhile, may_take: Callable[[float], None]) -> None:
@@ -52,7 +52,10 @@ class WhileSomebodyGetsOn:
     def worn_out(self, done: int) -> GivenUp | None:
         """Return why nobody wants to wait any longer, or None."""
         now = time.monotonic()
-        self._may_take(self._timeout)
+        try:
+            self._may_take(self._timeout)
+        except GivenUp as why:
+            return why
         if done != self._done:
             self._done, self._quiet, self._got_on = done, 0, now
             if now - self._told > self._ask_after / 2:

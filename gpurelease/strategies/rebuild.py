@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from gpurelease.groups.releasable import Releasable
 from gpurelease.strategies.pool import THREADS, Job, Token
 from gpurelease.strategies.strategy import Backends, Means, Problems, Strategy, empty_cache, on_all, problem
 from gpurelease.torch_internals import backends as torch_backends
-from gpurelease.torch_internals import devices
+from gpurelease.torch_internals import devices, stores
 from gpurelease.torch_internals.backends import Backend
 
 
@@ -40,10 +40,11 @@ class Rebuild(Strategy):
         not come without end. What it makes too late it shuts down.
         """
         problems = empty_cache()
-        jobs = [
-            Job(partial(self._build, group, prefix, means, in_turn), undo=partial(_shut_down, group))
-            for group in groups
-        ]
+        jobs = []
+        for group in groups:
+            group.met_on = []
+            attempt = _Attempt(group, prefix, means, in_turn=in_turn)
+            jobs.append(Job(attempt.build, undo=attempt.undo))
         with means.transition.step("build"):
             means.pool.run(jobs, means.patience(), at_once=1 if in_turn else THREADS, stop_at_failure=True)
         ready = []
@@ -62,27 +63,58 @@ class Rebuild(Strategy):
     def settle(self) -> None:
         """Nothing is left to let go of."""
 
-    def _build(self, group: Releasable, prefix: str, means: Means, in_turn: bool, token: Token) -> list[Backend]:
-        meetings: list[Any] = []
+
+class _Attempt:
+    """Building one group's backends, in a thread that may be left to itself.
+
+    Args:
+        group: The group.
+        prefix: What the keys begin with over which its members meet.
+        means: What to work with.
+        in_turn: Whether no other group is built meanwhile.
+    """
+
+    def __init__(self, group: Releasable, prefix: str, means: Means, *, in_turn: bool) -> None:
+        self._group = group
+        self._prefix = prefix
+        self._means = means
+        self._in_turn = in_turn
+        self._met_on = group.met_on  # the group's next attempt has another list
+
+    def build(self, token: Token) -> list[Backend]:
+        """Build, connect, and return them."""
+        group, means = self._group, self._means
 
         def met_on(meeting: Any) -> None:
-            meetings.append(meeting)
+            self._met_on.append(meeting)
             token.on_giving_up(meeting.call_off)
 
+        built: list[Backend] = []
         with devices.on_device(group.device):
-            built = group.build(prefix, means.client, means.limit, met_on)
             try:
-                group.connect(built, by_kernel=in_turn)
+                built = group.build(self._prefix, means.client, means.limit, met_on)
+                group.connect(built, by_kernel=self._in_turn)
                 group.pass_on(built)
-                for meeting in meetings:
-                    meeting.settle()
             except BaseException:
-                _shut_down(group, built)
+                self._end(built)
+                if token.given_up:
+                    self._delete_keys()
                 raise
+        for meeting in self._met_on:
+            meeting.settle()
         return built
 
+    def undo(self, built: list[Backend]) -> None:
+        """End what nobody has got to see."""
+        self._end(built)
+        self._delete_keys()
 
-def _shut_down(group: Releasable, built: Sequence[Backend]) -> None:
-    """End backends that nobody has got to see."""
-    for backend in built:
-        torch_backends.abort(backend, group.device)
+    def _end(self, built: Sequence[Backend]) -> None:
+        for backend in built:
+            torch_backends.abort(backend, self._group.device)
+
+    def _delete_keys(self) -> None:
+        """Delete what was written too late for anybody else to do so."""
+        for meeting in self._met_on:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                stores.delete_keys(meeting, self._means.client)

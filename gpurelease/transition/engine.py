@@ -46,6 +46,7 @@ class Engine:
         self._world = world
         self._aim = aim
         self._passage = passage
+        self._roll_call = world.roll_call  # which another one takes the place of, if this is left to itself in it
         self._timeout = world.timeout(aim.options)
         self._because: dict[int, str] = {}  # by rank, why a release is undone
         self._describes = False  # whether all is said of what is released, or would be, though it may be as before
@@ -89,16 +90,18 @@ class Engine:
                     self._because = verdict["because"]
                     self._aim.wants = Phase.ARMED
                 self._passage.is_voting = verdict["do"] == "stand in"
-                number, meanwhile = self._world.roll_call.number - 1, self._world.roll_call.meanwhile()
+                number, meanwhile = self._roll_call.number - 1, self._roll_call.meanwhile()
                 done = steps.do(verdict, number, meanwhile)
                 if verdict["do"] == "put on":
                     break
+            with self._passage.commit():
+                self._world.settled = True
         except Abandoned:
+            steps.let_go()
             raise
         except BaseException:
             steps.undo()
             raise
-        self._world.settled = True
         steps.over(verdict)
         if self._because:
             raise self._world.failure(Phase.RELEASED, failures=self._because)
@@ -168,9 +171,10 @@ class Engine:
         with self._aim.transition.step("roll call"):
             try:
                 answer = without_usual({**self._stand(), **done})
-                verdict = self._world.roll_call.call(answer, _conclude, timeout, others_get_on)
+                verdict = self._roll_call.call(answer, _conclude, timeout, others_get_on)
             except NotAllCame as absent:
                 raise self._failed(absent.reason, missing=absent.missing) from absent.__cause__
+        self._passage.may_take(self._timeout)  # not, if nobody waits for it any longer
         return self._recall(unpacked(verdict))
 
     def _recall(self, verdict: Verdict) -> Verdict:
@@ -181,7 +185,7 @@ class Engine:
             return {**world.decided.verdict, **verdict}
         if verdict["do"] == "release":
             what = {field: verdict[field] for field in ("strategy", "strategy reason", "kept", "unconnected")}
-            world.decided = Decided(world.roll_call.number - 1, _digest(self._plan()), what)
+            world.decided = Decided(self._roll_call.number - 1, _digest(self._plan()), what)
         return verdict
 
     def _stand(self) -> Answer:

@@ -82,8 +82,15 @@ class Passage:
             wake()
 
     def may_take(self, seconds: float) -> None:
-        """Say how long the next step may take at the most, before the caller stops waiting for it."""
-        self._until = time.monotonic() + seconds + SLACK
+        """Say how long the next step may take at the most, before the caller stops waiting for it.
+
+        Raises:
+            Abandoned: It has stopped.
+        """
+        with self._lock:
+            if self._given_up:
+                raise Abandoned("nobody waits for this transition any longer")
+            self._until = time.monotonic() + seconds + SLACK
 
     @contextmanager
     def commit(self) -> Iterator[None]:

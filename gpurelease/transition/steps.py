@@ -17,14 +17,14 @@ from gpurelease.groups.standin import OWN_GLOO, Absence, StandIn
 from gpurelease.options import ScopeOptions
 from gpurelease.report import Transition
 from gpurelease.strategies.patience import WhileSomebodyGetsOn
-from gpurelease.strategies.pool import Pool
+from gpurelease.strategies.pool import GivenUp, Pool
 from gpurelease.strategies.rebuild import Rebuild
 from gpurelease.strategies.strategy import Backends, Means, Problem, Strategy, end_all, problem
 from gpurelease.strategies.suspend import Suspend
 from gpurelease.torch_internals import books, stores
 from gpurelease.transition import gloo
 from gpurelease.transition.aim import Aim
-from gpurelease.transition.passage import Passage
+from gpurelease.transition.passage import Abandoned, Passage
 from gpurelease.transition.world import FreeMemory, Phase, World
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,12 @@ class Steps:
         """End what nobody has got to see: what was built, or resumed on some ranks only."""
         if self._half_back:
             self._give_up()
+
+    def let_go(self) -> None:
+        """End what was built, in a thread that nobody waits for: nobody else knows of it."""
+        if isinstance(self._world.strategy, Rebuild):
+            ready, self._ready = self._ready, []
+            end_all(ready, self._means(), self._world.husks)
 
     def over(self, verdict: Verdict) -> None:
         """Write down what was done and tidy up, now that all ranks are in one state."""
@@ -263,7 +269,13 @@ class Steps:
 
     def _patience(self) -> WhileSomebodyGetsOn:
         assert self._meanwhile is not None
-        return WhileSomebodyGetsOn(self._timeout, self._meanwhile, self._passage.may_take)
+        return WhileSomebodyGetsOn(self._timeout, self._meanwhile, self._may_take)
+
+    def _may_take(self, seconds: float) -> None:
+        try:
+            self._passage.may_take(seconds)
+        except Abandoned as why:
+            raise GivenUp(str(why), because_of_others=True) from None
 
     def _means(self) -> Means:
         return Means(

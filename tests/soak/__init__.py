@@ -1,7 +1,5 @@
-"""A long random run that is the same for the same seed: ``python -m tests.soak --seconds 600 --seed 7``.
+"""A random but seeded mix of all that can happen, on real ranks: ``python -m tests.soak``.
 
-Reading order: ``events`` (what can happen, as data), ``outcomes`` and ``model`` (what should then be so),
-``generator`` (a seed's events, drawn so that the model allows them), ``troubles`` (how a rank is made to fail),
-``machines`` (Gloo posing as NCCL, or NCCL on its double), ``openers`` (the ways to write a scope), ``checks`` (what
-is against what should be), ``rank`` (one rank's loop), ``__main__`` (the command).
+``events`` says what can happen and draws it from a seed, ``rank`` does it on one rank and checks what is so
+afterwards, ``machines`` are what it runs on: Gloo, or the real ProcessGroupNCCL on its double.
 """

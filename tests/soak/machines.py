@@ -1,19 +1,22 @@
-"""What the soak runs on: Gloo that poses as the accelerator's backend."""
+"""What the soak runs on: Gloo that poses as the accelerator's backend, or the real ProcessGroupNCCL on its double."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from gpurelease.groups.releasable import Releasable
 from tests import cycles
-from tests.ranks import init_gloo
-from tests.soak.events import Trouble
-from tests.soak.model import Model
-from tests.soak.outcomes import Group
+
+WORLD_TIMEOUT = timedelta(seconds=60)
 
 
 class Posing:
@@ -21,48 +24,95 @@ class Posing:
 
     options: ClassVar[Mapping[str, Any]] = {"backends": ("gloo",)}
     backend = "gloo"
+    device = "cpu"
 
-    def start(self, rank: int, size: int, timeout: timedelta) -> Any:
-        """Initialise WORLD and return its store."""
-        return init_gloo(rank, size, timeout=timeout)
+    def start(self, rank: int, size: int, store: Any) -> None:
+        """Initialise WORLD."""
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=size, timeout=WORLD_TIMEOUT)
 
     def on_this_thread(self, rank: int) -> None:
         """Do what a thread must do before it runs collectives."""
 
-    def hurry(self, trouble: Trouble | None) -> None:
-        """Get ready for what goes wrong in the next transition, or for nothing to go wrong."""
-
-    def tensor(self, value: float) -> Any:
-        return torch.tensor([value])
-
     def backend_of(self, group: Any) -> Any:
-        return cycles.backend_of(group)
+        return cycles.backend_of(group, self.device)
+
+    def total(self, group: Any) -> float:
+        """All-reduce this rank's number over ``group``."""
+        return cycles.total(group, device=self.device)
 
     def communicators(self) -> tuple[int, int] | None:
-        """Return how many communicators this process has, and the bytes they hold, or None where none are counted."""
+        """Return how many communicators this process has, and the bytes they hold; None where none are counted."""
         return None
 
-    def expected_communicators(self, groups: Iterable[Group], model: Model) -> tuple[int, int] | None:
-        """Return what :meth:`communicators` should return, for the groups of this process."""
-        return None
+    @contextmanager
+    def next_build(self, seconds: float = 0.0) -> Iterator[None]:
+        """Have the next backend that is built on this rank come late, or fail if there is no time given."""
+        build, is_first = Releasable.build, [True]
 
-    def total(self, group: Any, value: float) -> float:
-        """All-reduce ``value`` over ``group``."""
-        tensor = self.tensor(value)
-        dist.all_reduce(tensor, group=group)
-        return tensor.cpu().item()
+        def builds(*args: Any) -> Any:
+            if is_first and is_first.pop():
+                time.sleep(seconds)
+                if not seconds:
+                    raise OSError("injected")
+            return build(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Releasable, "build", builds)
+            yield
+
+
+class Double(Posing):
+    """Each rank is on the device of its own number."""
+
+    options: ClassVar[Mapping[str, Any]] = {}
+    device = "cuda"
+
+    def __init__(self) -> None:
+        from tests.nccl import double
+
+        self._double = double
+        self.backend = double.FIRST
+        os.environ["SIMGPU_TIMEOUT"] = "4"  # less than a slow build: who waits for one in vain is done before it
+
+    def start(self, rank: int, size: int, store: Any) -> None:
+        self.on_this_thread(rank)
+        super().start(rank, size, store)
+
+    def on_this_thread(self, rank: int) -> None:
+        torch.cuda.set_device(rank)
+
+    def communicators(self) -> tuple[int, int] | None:
+        return self._double.live(), self._double.held()
+
+    @contextmanager
+    def next_build(self, seconds: float = 0.0) -> Iterator[None]:
+        if seconds:
+            self._double.delay("init", seconds)
+        else:
+            self._double.fault("init")
+        yield
 
 
 def machine(backend: str) -> Posing:
     """Return the machine for ``--backend``."""
+    return Double() if backend == "nccl" else Posing()
+
+
+@contextmanager
+def runner(backend: str) -> Iterator[Callable[..., list[Any]]]:
+    """Give what runs ranks on the machine for ``--backend``."""
+    import tempfile
+    from pathlib import Path
+
+    from tests.ranks import run_ranks
+
     if backend == "gloo":
-        return Posing()
-    from tests.soak.machine_nccl import Double
+        yield run_ranks
+        return
+    from tests.nccl.build import build, double_ranks, preloaded
 
-    return Double()
-
-
-def forget_world() -> None:
-    """Let WORLD go without shutting it down: a rank has died, and the others would wait for it."""
-    dist.distributed_c10d._world.pg_map.clear()
-    dist.distributed_c10d._update_default_pg(None)
+    with tempfile.TemporaryDirectory(prefix="simgpu-") as folder:
+        out = Path(folder)
+        build(out)
+        with preloaded(out), double_ranks("soak", out) as run:
+            yield run

@@ -1,246 +1,524 @@
-"""One rank's way through an episode."""
+"""What one rank does in an episode, and what it checks afterwards.
+
+Ranks meet for the harness over files of its own: what is tried must not depend on what it is tried with.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ctypes
+import gc
 import os
+import signal
+import sys
+import threading
 import time
-import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import FileStore, TCPStore
 
-from gpurelease import is_released, restore_world
-from tests.soak import checks
-from tests.soak.events import CYCLES, WORLD, Destroy, Episode, Event, NewGroup, Restore, Scope, SetTimeout, Trouble
-from tests.soak.machines import Posing, forget_world, machine
-from tests.soak.model import Model
-from tests.soak.openers import open_scope
-from tests.soak.outcomes import Outcome
-from tests.soak.troubles import Troubled
+from gpurelease import (
+    ReleaseFailed,
+    RestoreFailed,
+    ScopeMisuse,
+    TransitionFailed,
+    is_released,
+    release_depth,
+    release_world,
+    released_world,
+    releases_world,
+    restore_world,
+    restored_world,
+)
+from tests.cycles import refusal
+from tests.cycles import total as total_on_host
+from tests.ranks import descriptors, threads
+from tests.soak.events import PATIENT, DestroyGroup, Event, NewGroup, Scope, SetTimeout, Trouble
+from tests.soak.machines import Posing, machine
 
-BEGIN, END = "==== soak failure ====", "==== end of soak failure ===="
-
-
-class BodyFailed(Exception):
-    """What bodies of scopes raise."""
-
-
-class AlsoFailed(Exception):
-    """What context managers in ``also=`` raise."""
-
-
-def run_episode(rank: int, size: int, episode: Episode, backend: str) -> int:
-    """Go through an episode; return how many events it had on this rank."""
-    soak = _Rank(rank, episode, machine(backend))
-    soak.go()
-    return soak.number
+SETTLED_WITHIN = 12.0  # seconds: what is made too late is closed by who makes it
+PR_SET_PDEATHSIG = 1
 
 
-class _Passage:
-    """One way into or out of a scope: what goes wrong there is arranged, and how it ended is compared.
-
-    Args:
-        soak: The rank.
-        here: What it is, in words.
-        outcome: How it should end.
-        trouble: What goes wrong.
-    """
-
-    def __init__(self, soak: _Rank, here: str, outcome: Outcome, trouble: Trouble | None) -> None:
-        self.soak, self.here, self.outcome = soak, here, outcome
-        self.started = time.monotonic()
-        soak.machine.hurry(trouble)
-        self.trouble = Troubled(trouble, soak.rank, soak.model.options.timeout)
-
-    def over(self, error: BaseException | None) -> None:
-        """Compare: it ended with this error, or none."""
-        self.soak.machine.hurry(None)
-        wrong = self.trouble.stop() + checks.of_error(self.outcome.by_rank[self.soak.rank], error)
-        took = time.monotonic() - self.started
-        if took > self.outcome.seconds:
-            wrong.append(f"seconds: expected at most {self.outcome.seconds:.1f}, found {took:.1f}")
-        if wrong:
-            trace = [] if error is None else traceback.format_exception(error, chain=False)
-            self.soak.fail(self.here, [*wrong, *"".join(trace).splitlines()])
+class Wrong(AssertionError):
+    """Something is not as it should be."""
 
 
-class _Rank:
-    def __init__(self, rank: int, episode: Episode, machine: Posing) -> None:
-        self.rank = rank
-        self.episode = episode
-        self.machine = machine
-        self.model = Model(episode.size, episode.world_timeout, machine.backend)
-        self.handles: dict[str, Any] = {}
-        self.state = checks.State(self.model, machine, rank, self.handles, episode.watches)
-        self.number = 0
+def expect(holds: object, *words: object) -> None:
+    """Say what is not as it should be."""
+    if not holds:
+        raise Wrong(*words)
 
-    def go(self) -> None:
-        store = self.machine.start(self.rank, self.episode.size, timedelta(seconds=self.episode.world_timeout))
-        self.handles[WORLD] = dist.group.WORLD
 
-        def measure() -> dict[str, Any]:
-            return checks.footprint(store, self.machine, self.rank)
+def run_episode(rank: int, size: int, events: list[Event], backend: str) -> int:
+    """Do an episode on one rank, and return how many events there were."""
+    episode = Episode(rank, size, machine(backend))
+    for number, event in enumerate(events):
+        print(f"{time.time():.3f} event {number}: {event}", flush=True)
+        episode.do(event)
+    episode.end()
+    return len(events)
 
-        self.run(CYCLES)
-        self.state.forget()
-        self.in_step()
-        before = measure()
-        self.in_step()
-        self.run(self.episode.events)
-        if self.model.dead is not None:
-            forget_world()
-            return
-        self.run(CYCLES)
-        self.state.forget()
-        self.in_step()
-        wrong = checks.grown(before, measure)
-        self.in_step()
-        if wrong:
-            self.fail("the episode's end", wrong)
 
-    def in_step(self) -> None:
-        """Wait for all ranks, before and after what is measured."""
-        self.machine.total(self.handles[WORLD], 1.0)
+class Episode:
+    """One rank in one episode."""
 
-    def run(self, events: tuple[Event, ...]) -> None:
-        for event in events:
-            self.number += 1
-            here = f"event {self.number}: {event}"
-            if isinstance(event, Scope):
-                self.scope(event, here)
-            else:
-                self.other(event, here)
-            self.check(here, sums=not event.hush)
+    def __init__(self, rank: int, size: int, where: Posing) -> None:
+        self.rank, self.size, self.machine = rank, size, where
+        self.alive, self.is_whole = list(range(size)), True
+        self._meetings = 0
+        self._trouble: Trouble | None = None
+        self._waker: threading.Timer | None = None
+        self._host = 0
+        self._files = FileStore(str(Path(os.environ["RANKS_FOLDER"]) / "harness"), -1)
+        self._files.set_timeout(timedelta(seconds=200))
+        self._init("first")
+        self.groups: dict[int, Any] = {}
+        self.members: dict[int, tuple[int, ...]] = {}
+        self._made = 0
+        self.settle_in()
+        self.at_first = self.footprint()
 
-    def check(self, here: str, *, sums: bool) -> None:
-        try:
-            wrong = self.state.differences(sums=sums)
-        except Exception as error:
-            wrong = [f"checking: expected no error, found {error!r}"]
-        if wrong:
-            self.fail(here, wrong)
+    def settle_in(self) -> None:
+        """Have the groups that an episode begins with, and no others."""
+        for number in sorted(self.members):
+            group = self.groups.pop(number)
+            del self.members[number]
+            if group is not None:
+                dist.destroy_process_group(group)
+        everybody = tuple(range(self.size))
+        for members in (everybody, everybody, (0, self.size - 1), everybody[1:]):
+            self.make(members)
+        self.use()
+        for _ in range(2):
+            self.clean_scope()
 
-    def fail(self, here: str, wrong: list[str]) -> NoReturn:
-        """Say what is wrong and end this process: through open scopes it would not get out alone."""
-        lines = [f"{BEGIN} {time.time():.3f}", f"rank {self.rank}, {here}", *(f"  {line}" for line in wrong), END]
-        print("\n".join(lines), flush=True)
-        os._exit(1)
+    def _init(self, name: str) -> None:
+        """Initialise WORLD on a store that a process of its own hosts, so that it can stop."""
+        if self.rank == self.alive[0]:
+            read, write = os.pipe()
+            self._host = os.fork()
+            if not self._host:
+                _host_store(write)
+            os.close(write)
+            self._files.set(f"port/{name}", os.read(read, 16).decode())
+            os.close(read)
+        port = int(self._files.get(f"port/{name}"))
+        self.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self.machine.start(self.alive.index(self.rank), len(self.alive), self.store)
+        self.world = dist.group.WORLD
 
-    # ------------------------------------------------------------------------------------------------------- scopes
-
-    def scope(self, scope: Scope, here: str) -> None:
-        """Go in and out of a scope."""
-        options = self.options(scope)
-        entered = self.model.enter(scope)
-        passage = _Passage(self, f"entry of {here}", entered, scope.on_entry)
-
-        def leave() -> None:
-            nonlocal passage
-            outcome = self.model.leave(scope)
-            passage = _Passage(self, f"exit of {here}", outcome, scope.on_exit)
-
-        def inside() -> None:
-            passage.over(None)
-            self.check(f"inside {here}", sums=scope.also != "raises on entry")
-            self.run(scope.body)
-            self.model.end_of_body(scope)
-            leave()
-            self.end_of_body(scope)
-
-        def also_fails() -> None:
-            passage.over(None)
-            leave()
-            raise AlsoFailed
-
-        if scope.also:
-            options["also"] = [lambda: self.also(scope, here, also_fails if entered.opened else None)]
-        error: BaseException | None = None
-        try:
-            open_scope(scope.how, options, inside, partial(self.machine.on_this_thread, self.rank))
-        except BaseException as caught:
-            error = caught
-        passage.over(error)
-
-    def end_of_body(self, scope: Scope) -> None:
-        """Raise what the scope's body raises."""
-        raises = scope.raises
-        if raises is None:
-            return
-        if self.rank in raises.on:
-            raise KeyboardInterrupt if raises.what == "interrupt" else BodyFailed
-        if raises.what == "in the middle":
-            self.in_step()
-
-    @contextmanager
-    def also(self, scope: Scope, here: str, fails: Callable[[], None] | None) -> Iterator[None]:
-        """Be the context manager in ``also=``: entered once the world is released, left before it is restored.
-
-        Args:
-            scope: The scope.
-            here: The event.
-            fails: Makes the entry of an open scope fail; None if the scope is not to be opened, on any rank.
-        """
-        if fails is not None:
-            self.check(f"also= in the entry of {here}", sums=False)
-        if scope.also == "raises on entry" and self.rank in scope.also_on:
-            if fails is None:
-                raise AlsoFailed
-            fails()
-        inside = is_released()
-        try:
-            yield
-        finally:
-            if scope.body == () and is_released() != inside:
-                self.fail(f"also= in the exit of {here}", [f"is_released(): expected {inside}, found {is_released()}"])
-        if scope.also == "raises on exit" and self.rank in scope.also_on:
-            raise AlsoFailed
-
-    def options(self, scope: Scope) -> dict[str, Any]:
-        """Return the scope's options as a user writes them."""
-        if scope.wants == "restored":
-            return {}
-        options: dict[str, Any] = {**self.machine.options, "strategy": scope.strategy, "timeout": scope.timeout}
-        if scope.contradicts:
-            return options | {"keep": lambda group: False}
-        if not scope.keep or (scope.keep_on is not None and scope.keep_on != self.rank):
-            return options
-        kept = [self.handles.get(name) for name in scope.keep]
-        if scope.keep_by == "predicate":
-            options["keep"] = lambda group: any(group is handle for handle in kept)
-        elif scope.keep_by == "name":
-            options["keep"] = [dist.group.WORLD.group_name if name == WORLD else name for name in scope.keep]
-        else:
-            options["keep"] = kept
-        return options
-
-    # ------------------------------------------------------------------------------------------------- other events
-
-    def other(self, event: Event, here: str) -> None:
-        """Do an event that is not a scope."""
-        trouble = event.trouble if isinstance(event, Restore) else None
-        passage = _Passage(self, here, self.model.apply(event), trouble)
-        error: BaseException | None = None
-        try:
-            self.do(event)
-        except (Exception, KeyboardInterrupt) as caught:
-            error = caught
-        passage.over(error)
+    # -------------------------------------------------------------------------------------------------------- events
 
     def do(self, event: Event) -> None:
+        """Do an event, and bring all ranks to one state."""
+        if isinstance(event, Scope):
+            self.scope(event)
+        else:
+            with released_world(**self.machine.options, timeout=PATIENT) if event.inside else contextlib.nullcontext():
+                self.change(event)
+            self.use(but_inside=isinstance(event, NewGroup) and event.inside)
+
+    def change(self, event: NewGroup | DestroyGroup | SetTimeout) -> None:
+        """Make, destroy or change a group."""
         if isinstance(event, NewGroup):
-            timeout = timedelta(seconds=event.timeout)
-            backend = event.backend or None
-            group = dist.new_group(list(event.members), timeout=timeout, backend=backend, group_desc=event.name)
-            if self.rank in event.members:
-                self.handles[event.name] = group
-        elif isinstance(event, Destroy) and self.rank in event.on:
-            dist.destroy_process_group(self.handles.pop(event.name))
-            self.state.forget(event.name)
-        elif isinstance(event, SetTimeout) and self.rank in self.model.groups[event.name].holders:
-            self.handles[event.name].set_timeout(timedelta(seconds=event.seconds))
-        elif isinstance(event, Restore):
+            if event.inside:  # it is its maker's own, and of no more interest
+                dist.destroy_process_group(dist.new_group(list(range(self.size)), backend="gloo"))
+            else:
+                self.make(event.members)
+            return
+        number = sorted(self.members)[event.number % len(self.members)]
+        if isinstance(event, SetTimeout):
+            if self.groups[number] is not None:
+                self.groups[number].set_timeout(timedelta(seconds=event.seconds))
+        elif len(self.members) > 3:
+            group = self.groups.pop(number)
+            del self.members[number]
+            if group is not None:
+                dist.destroy_process_group(group)
+
+    def make(self, members: tuple[int, ...]) -> None:
+        """Make a group; all ranks must call."""
+        group = dist.new_group(list(members), backend=self.machine.backend)
+        self.groups[self._made] = group if self.rank in members else None
+        self.members[self._made] = members
+        self._made += 1
+
+    def scope(self, event: Scope) -> None:
+        """Do a scope, check what was raised, and bring all ranks to one state."""
+        trouble = event.trouble
+        self.meet()
+        error: BaseException | None = None
+        started = time.monotonic()
+        with self.going_wrong(event):
+            try:
+                if not (trouble and trouble.what == "skips" and trouble.rank == self.rank):
+                    self.walk(event)
+            except (TransitionFailed, KeyboardInterrupt, ZeroDivisionError) as raised:
+                error = raised
+        took = time.monotonic() - started
+        print(f"  {took:.2f} s, raised {error!r}", flush=True)
+        self.check_error(trouble, error)
+        expect(took < 4 * event.timeout + 8, "it took", took, "s")
+        if trouble and trouble.what == "dies":
+            self.without(trouble.rank)
+            return
+        if trouble is None or not trouble.is_in_vain:
+            expect(not is_released(), "it is released after a scope in which nothing was in vain")
+        self.reconcile(event)
+
+    def walk(self, event: Scope) -> None:
+        """Enter the scope, look around, and leave it."""
+        trouble = event.trouble
+        keep = sorted(self.members)[event.keep % len(self.members)] if event.keep >= 0 else -1
+        kept = self.groups.get(keep)
+        options = dict(
+            self.machine.options,
+            strategy=event.strategy,
+            timeout=event.timeout,
+            keep=[] if kept is None else [kept],
+        )
+        entered = Counter[str]()
+        if event.also:
+            options["also"] = [lambda: counting(entered)]
+        before = {number: self.machine.backend_of(group) for number, group in self.groups.items() if group is not None}
+
+        def body() -> str:
+            self.stop_clock("entry")
+            are_in = entered["in"] - entered["out"]
+            expect(are_in >= 1 if event.also else not are_in, "also= inside:", are_in, "entered")
+            self.inside(keep)
+            if event.inner == "released":
+                with released_world(**self.machine.options):
+                    self.inside(keep)
+                self.inside(keep)
+            elif event.inner == "restored":
+                with restored_world():
+                    expect(entered["in"] == entered["out"], "also= is entered in a restored world", entered)
+                    self.use()
+                self.inside(keep)
+            if trouble and trouble.where == "inside" and trouble.rank == self.rank:
+                self.trouble_inside(trouble)
+            self.start_clock("exit")
+            return "result"
+
+        async def body_async() -> str:
+            return body()
+
+        self.start_clock("entry")
+        if event.how == "with":
+            with released_world(**options):
+                body()
+        elif event.how == "decorated":
+            expect(releases_world(**options)(body)() == "result", "a decorated function has lost its result")
+        elif event.how == "async":
+
+            async def scope() -> None:
+                async with released_world(**options):
+                    body()
+
+            asyncio.run(scope())
+        elif event.how == "split":
+            options.pop("also", None)
+            release_world(**options)
+            body()
             restore_world()
+        elif event.how == "tasks":
+            rollout = releases_world(**options)(body_async)
+
+            async def both() -> list[str]:
+                return await asyncio.gather(rollout(), rollout())
+
+            expect(asyncio.run(both()) == ["result"] * 2, "gather has lost a result")
+        else:
+            self.overlap(options, keep)
+        self.stop_clock("exit")
+        expect(entered["in"] == entered["out"], "also= is still entered", entered)
+        expect(not is_released() and release_depth() == 0, "a scope was left, and the world is released")
+        for number, old in before.items():
+            same = self.machine.backend_of(self.groups[number]) is old
+            stays = number == keep or event.strategy != "rebuild"
+            expect(stays or not same, "group", number, "was not released")
+            expect(number != keep or same, "group", number, "was released, and was to be kept")
+
+    def overlap(self, options: dict[str, Any], keep: int) -> None:
+        """Two threads' scopes, of which the first that was entered is left first."""
+        is_in, may_go, failed = threading.Event(), threading.Event(), []
+
+        def other() -> None:
+            self.machine.on_this_thread(self.rank)
+            try:
+                with released_world(**options):
+                    is_in.set()
+                    expect(may_go.wait(60), "nobody lets it go")
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                is_in.set()
+
+        thread = threading.Thread(target=other)
+        with released_world(**options):
+            thread.start()
+            expect(is_in.wait(60) and not failed, "the other thread is not in", failed)
+            self.inside(keep)
+        expect(is_released(), "it was restored, and another thread wants it released")
+        may_go.set()
+        thread.join()
+        expect(not failed, "the other thread raised", failed)
+
+    def inside(self, keep: int) -> None:
+        """Look at a released world."""
+        expect(is_released() and dist.group.WORLD is self.world, "it is not released inside")
+        trouble = self._trouble
+        if trouble is None or trouble.what not in ("interrupted", "dies"):  # else not all may be here
+            expect(total_on_host() == sum(range(self.size)), "Gloo in WORLD's place does not work")
+        for number, group in self.groups.items():
+            if group is not None and number != keep and self.machine.device == "cpu":
+                expect("is released by gpurelease" in refusal(group), "group", number, "works inside")
+
+    # ------------------------------------------------------------------------------------------------------- trouble
+
+    def start_clock(self, where: str) -> None:
+        """Be late, or have a Ctrl-C come in a moment, if that is this rank's trouble."""
+        trouble = self._trouble
+        if trouble is None or trouble.where != where:
+            return
+        if trouble.what == "store stops" and self.rank == self.alive[0]:
+            os.kill(self._host, signal.SIGSTOP)
+            host = self._host
+            self._waker = threading.Timer(trouble.seconds, os.kill, (host, signal.SIGCONT))
+            self._waker.start()
+        if trouble.rank != self.rank:
+            return
+        if trouble.what == "late":
+            time.sleep(trouble.seconds)
+        elif trouble.what == "interrupted":
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, trouble.seconds))
+        elif trouble.what == "dies":
+            threading.Timer(trouble.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def stop_clock(self, where: str) -> None:
+        """No Ctrl-C is to come any more."""
+        if self._trouble and self._trouble.where == where:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def trouble_inside(self, trouble: Trouble) -> None:
+        """Have this rank's trouble, in the body."""
+        if trouble.what == "raises":
+            _ = 1 / 0
+        elif trouble.what == "Ctrl-C":
+            raise KeyboardInterrupt
+        elif trouble.what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif trouble.what == "forks":
+            child = os.fork()
+            if not child:
+                _child()
+            expect(os.waitpid(child, 0)[1] == 0, "a forked child hung, or was in its parent's scope")
+
+    @contextmanager
+    def going_wrong(self, event: Scope) -> Iterator[None]:
+        """Prepare for trouble, and clean up after it."""
+        trouble = self._trouble = event.trouble
+        self._waker = None
+
+        def interrupt(*about: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        builds: Any = contextlib.nullcontext()
+        if trouble and "build" in trouble.what and trouble.rank == self.rank:
+            builds = self.machine.next_build(trouble.seconds)
+        try:
+            with builds:
+                yield
+        except KeyboardInterrupt:  # it came when the scope was over
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            self._trouble = None
+            if self._waker is not None:
+                self._waker.join()
+
+    def check_error(self, trouble: Trouble | None, error: BaseException | None) -> None:
+        """Check what this rank has raised."""
+        mine = trouble is not None and trouble.rank == self.rank
+        kind = type(error)
+        nothing = type(None)
+        expected: dict[str, Callable[[], bool]] = {
+            "late": lambda: error is None,
+            "forks": lambda: error is None,
+            "skips": lambda: error is None if mine else kind is ReleaseFailed and error.missing == (trouble.rank,),
+            "interrupted": lambda: (
+                kind in ((KeyboardInterrupt, nothing) if mine else (nothing, ReleaseFailed, RestoreFailed))
+            ),
+            "raises": lambda: kind is (ZeroDivisionError if mine else nothing),
+            "Ctrl-C": lambda: (
+                kind is KeyboardInterrupt if mine else kind is RestoreFailed and error.missing == (trouble.rank,)
+            ),
+            "slow build": lambda: kind is RestoreFailed,
+            "build fails": lambda: kind is RestoreFailed and list(error.failures) == [trouble.rank],
+            "store stops": lambda: kind in (ReleaseFailed, RestoreFailed),
+            "dies": lambda: (
+                (kind in (ReleaseFailed, RestoreFailed) and error.missing == (trouble.rank,))
+                or (kind is nothing and trouble.where != "inside")  # when all was over
+            ),
+        }
+        if trouble is None:
+            expect(error is None, "it raised", repr(error))
+        else:
+            expect(expected[trouble.what](), trouble, "raised", repr(error))
+
+    # --------------------------------------------------------------------------------------------------------- after
+
+    def reconcile(self, event: Scope) -> None:
+        """The first scope, or restore_world(), to which all come, brings all to one state, whoever comes first."""
+        expect(release_depth() == 0, "a scope is still open")
+        states = self.gather("released" if is_released() else "armed")
+        if event.trouble and event.trouble.seconds > 0.05 and self.rank == event.trouble.rank:
+            time.sleep(0.3)
+        if set(states) == {"released"} and event.strategy == "rebuild":
+            restore_world(timeout=PATIENT)
+        else:
+            self.clean_scope(again="released" in states)
+        try:
+            restore_world()
+        except ScopeMisuse:
+            pass
+        else:
+            raise Wrong("restore_world() had something to restore")
+        self.use()
+
+    def clean_scope(self, *, again: bool = False) -> None:
+        """A scope in which nothing goes wrong.
+
+        Args:
+            again: Whether the world may be released already: then what was kept is kept still.
+        """
+        with released_world(**self.machine.options, timeout=PATIENT):
+            if again:
+                expect(is_released(), "it is not released inside")
+            else:
+                self.inside(-1)
+        expect(not is_released(), "it is still released")
+
+    def use(self, *, but_inside: bool = False) -> None:
+        """Use all groups, in the order that all ranks have."""
+        expect(dist.group.WORLD is self.world, "WORLD is another object")
+        expect(dist.get_backend() == self.machine.backend, "WORLD's backend is", dist.get_backend())
+        expect(self.machine.total(self.world) == sum(range(self.size)), "WORLD does not work")
+        for number, group in self.groups.items():
+            if group is not None:
+                members = self.members[number]
+                expect(tuple(dist.get_process_group_ranks(group)) == members, "group", number, "has other ranks")
+                expect(self.machine.total(group) == sum(members), "group", number, "does not work")
+
+    def without(self, dead: int) -> None:
+        """Go on without a rank that has died, in a world of those that are left."""
+        dist.destroy_process_group()
+        self.alive.remove(dead)
+        self.size, self.is_whole = len(self.alive), False
+        self.groups, self.members = {}, {}
+        if self._host:
+            _end(self._host)
+        self._init("second")
+        self.meet()
+        world, size = self.world, self.size
+        for _ in range(2):
+            with released_world(**self.machine.options, timeout=PATIENT):
+                expect(total_on_host() == sum(range(size)), "Gloo in the new WORLD's place does not work")
+            expect(self.machine.total(world) == sum(range(size)), "the new WORLD does not work")
+
+    def end(self) -> None:
+        """Check that nothing has grown, and end."""
+        self.meet()
+        if self.is_whole:
+            self.settle_in()
+            self.meet()
+            self.check_footprint()
+        self.meet()
+        dist.destroy_process_group()
+        expect(release_depth() == 0 and not is_released(), "a scope outlives its world")
+        self.meet()
+        if self._host:
+            _end(self._host)
+
+    def footprint(self) -> dict[str, Any]:
+        """Return what this process holds that must not grow."""
+        gc.collect()
+        ours = Counter(
+            type(item).__name__ for item in gc.get_objects() if str(type(item).__module__).startswith("gpurelease")
+        )
+        return {
+            "descriptors": descriptors(),
+            "threads": threads(),
+            **{name: ours[name] for name in ("World", "Frame", "Releasable", "Passage", "StandIn", "Life", "Meeting")},
+            "our keys": len([key for key in self.store.list_keys() if "gpurelease" in key]) if self.rank == 0 else 0,
+        }
+
+    def check_footprint(self) -> None:
+        """Wait until this process holds no more than it held at first."""
+        deadline = time.monotonic() + SETTLED_WITHIN
+        before = self.at_first
+        while grown := {what: (before[what], now) for what, now in self.footprint().items() if now > before[what]}:
+            expect(time.monotonic() < deadline, "it has grown:", grown)
+            time.sleep(0.1)
+
+    # ------------------------------------------------------------------------------------------------------- harness
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self.gather("")
+
+    def gather(self, word: str) -> list[str]:
+        """Return what all ranks say."""
+        self._meetings += 1
+        self._files.set(f"{self._meetings}/{self.rank}", word)
+        return [self._files.get(f"{self._meetings}/{rank}").decode() for rank in self.alive]
+
+
+@contextmanager
+def counting(entered: Counter[str]) -> Iterator[None]:
+    """A context for ``also=``."""
+    entered["in"] += 1
+    try:
+        yield
+    finally:
+        entered["out"] += 1
+
+
+def _child() -> None:
+    """Be a forked child: it is in none of its parent's scopes, never speaks for it, and hangs on no lock."""
+    signal.alarm(20)
+    code = 0 if release_depth() == 0 else 3
+    try:
+        with released_world():
+            code = 4
+    except ScopeMisuse:
+        pass
+    except BaseException:
+        code = 5
+    os._exit(code)
+
+
+def _host_store(pipe: int) -> None:
+    """Host a store until the parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(pipe, str(store.port).encode())
+    while True:
+        signal.pause()
+
+
+def _end(host: int) -> None:
+    os.kill(host, signal.SIGKILL)
+    os.waitpid(host, 0)
+    sys.stdout.flush()
