@@ -118,7 +118,9 @@ def _through(frame: Frame, world: World, passage: Passage, engine: Engine) -> Li
     except RuntimeError as error:
         raise _no_thread(frame, world, engine.wants, error) from error
     interrupted: BaseException | None = None
-    while not passage.is_over:
+    has_waited = False  # in an event loop, other tasks have had their turn by then
+    while not (has_waited and passage.is_over):
+        has_waited = True
         try:
             yield passage
         except GeneratorExit:

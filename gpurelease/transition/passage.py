@@ -129,7 +129,12 @@ class Passage:
             self._look_at_the_clock()
 
     async def wait_async(self) -> None:
-        """Wait until it is over, in the caller's event loop. What reaches the caller meanwhile comes out at once."""
+        """Wait until it is over, in the caller's event loop. What reaches the caller meanwhile comes out at once.
+
+        Other tasks get their turn in any case: scopes that ``asyncio.gather`` enters together overlap on all ranks, and
+        not only on those where this takes a while.
+        """
+        await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
 
