@@ -20,12 +20,26 @@ from gpurelease import (
     restored_world,
 )
 from gpurelease.groups.releasable import Releasable
+from gpurelease.scopes import reaching
+from gpurelease.torch_internals import backends, devices
 from gpurelease.transition.steps import Steps
 from tests.cycles import POSING, backend_of, cycle, refusal, total
 from tests.ranks import init_gloo, run_ranks
-from tests.soak.troubles import HOOKS
 
 SIZE = 3
+
+# What does a step: the owner, and the name that it has there.
+RELEASE_STEPS = {
+    "plan": (reaching, "plan"),
+    "stand-in": (backends, "new_default_gloo"),
+    "take off": (Releasable, "take_off"),
+    "shut down": (backends, "shut_down"),
+    "empty cache": (devices, "empty_cache"),
+}
+RESTORE_STEPS = {
+    "build": (Releasable, "build"),
+    "connect": (Releasable, "connect"),
+}
 
 
 class Fault:
@@ -44,19 +58,12 @@ class Fault:
         setattr(self._owner, self._name, self._real)
 
 
-# Steps of tests.soak.troubles.HOOKS.
-RELEASE_STEPS = ("plan", "stand-in", "take off", "shut down", "empty cache")
-
-
-RESTORE_STEPS = ("build", "connect")
-
-
 def failing_release(rank, size, step, failing):
     init_gloo(rank, size)
     group = dist.new_group(list(range(size)))
     ran = False
     started = time.monotonic()
-    fault = Fault(*HOOKS[step])
+    fault = Fault(*RELEASE_STEPS[step])
     if rank == failing:
         fault.__enter__()
         real = Steps._restore
@@ -97,7 +104,7 @@ def failing_restore(rank, size, step, failing):
     init_gloo(rank, size)
     group = dist.new_group(list(range(size)))
     told = None
-    fault = Fault(*HOOKS[step])
+    fault = Fault(*RESTORE_STEPS[step])
     try:
         with released_world(**POSING | {"timeout": 2}):
             if rank == failing:
