@@ -246,11 +246,14 @@ class RollCall:
         Returns:
             Whether that is the verdict: not if there was one, or if this rank has come again.
         """
-        with self._lock:
-            calls, is_in, number = self._calls, self._in, self._in or self.number
-        client = self._connect()
+        calls = self._calls
+        client = self._connect()  # which takes a while
         self._hall.enter(client, timeout)
-        number = max(number, self._hall.number)
+        with self._lock:
+            if calls != self._calls:
+                cast()
+                return False  # a roll call that is over, and perhaps tidied up, cannot be left
+            is_in, number = self._in, max(self._in or self.number, self._hall.number)
         # With a word of its own, or it would take what it wrote the last time for this.
         verdict = given_up([self._rank], reason, left=True, word=uuid.uuid4().hex[:12])
         counts = False

@@ -85,6 +85,8 @@ def abandon(book: Book, frame: Frame, error: BaseException, *, may_wait: bool) -
         if may_wait:
             passage.wait()
             frame.is_entering = False
+    if passage is not None and passage.is_over and not passage.has_failed:
+        frame.is_told = False  # its vote came too late: the others went on, and so did it
     if world.is_released:
         world.doubts = True
     if (frame.is_entering or world.phase is not book.wanted(world)) and not frame.is_told:

@@ -112,6 +112,11 @@ class Passage:
         return self._over.is_set()
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self._error is not None
+
+    @property
     def has_begun(self) -> bool:
         """Whether a thread is at it, or was."""
         return self._has_begun
