@@ -233,8 +233,8 @@ def new_gloo(store: Store, rank: int, size: int, options: Any, limit: timedelta)
 
 
 def new_default_gloo(store: Store, rank: int, size: int, timeout: timedelta, limit: timedelta) -> Backend:
-    """Return a new ``ProcessGroupGloo`` as torch makes one for itself: on the interfaces of ``GLOO_SOCKET_IFNAME``, and
-    connecting at first use if ``TORCH_GLOO_LAZY_INIT`` says so. All ranks must call.
+    """Return a new ``ProcessGroupGloo`` for WORLD as torch makes one for itself: on the interfaces of
+    ``GLOO_SOCKET_IFNAME``, and connecting at first use if ``TORCH_GLOO_LAZY_INIT`` says so. All ranks must call.
 
     Args:
         store: Where the ranks meet.
@@ -245,6 +245,8 @@ def new_default_gloo(store: Store, rank: int, size: int, timeout: timedelta, lim
     """
     backend = distributed_c10d.ProcessGroupGloo(store, rank, size, limit)
     backend._set_default_timeout(timeout)  # 2.11 to 2.15
+    # Without them, only the first backend of a process can be split: split_group() ended the process (2.11 to 2.15).
+    backend.options.global_ranks_in_group = list(range(size))
     _start_sequence(backend)
     return backend
 
