@@ -15,13 +15,15 @@ import torch.distributed as dist
 import gpurelease
 from gpurelease import (
     ReleaseFailed,
+    is_released,
+    release_depth,
     release_world,
     released_world,
     releases_world,
     restore_world,
     restored_world,
 )
-from tests.cycles import POSING, refusal, total
+from tests.cycles import POSING, backend_of, refusal, total
 from tests.ranks import init_gloo, run_ranks
 
 
@@ -150,3 +152,39 @@ def imported_twice(rank, size):
 
 def test_two_imports_share_one_state():
     assert run_ranks(imported_twice, size=2) == [True] * 2
+
+
+def default_group_swapped(rank, size, swapped_while):
+    """Have another group be the default one meanwhile, as frameworks do it: WORLD lives on."""
+    init_gloo(rank, size)
+    everybody = list(range(size))
+    world, other, group = dist.group.WORLD, dist.new_group(everybody), dist.new_group(everybody)
+    before = [backend_of(each) for each in (world, other, group)]
+    seen = []
+
+    def swap(to, moment):
+        if moment in swapped_while:
+            dist.distributed_c10d._update_default_pg(to)
+
+    scope = released_world(**POSING, keep=other)
+    scope.__enter__()
+    swap(other, "inside")
+    seen.append((total(other), bool(refusal(group))))
+    swap(world, "inside")
+    swap(other, "leaving")
+    scope.__exit__(None, None, None)
+    seen.append(total(group))
+    swap(world, "leaving")
+    after = [backend_of(each) for each in (world, other, group)]
+    assert [new is old for new, old in zip(after, before, strict=True)] == [False, True, False]
+    assert [transition.kind for transition in scope.report.transitions] == ["release", "restore"]
+    assert (is_released(), release_depth()) == (False, 0)
+    with released_world(**POSING):
+        assert refusal(other)
+    return seen, total(), total(other), total(group)
+
+
+@pytest.mark.parametrize("swapped_while", [("inside",), ("leaving",), ("inside", "leaving")])
+def test_a_scope_is_about_the_world_that_it_was_entered_in_whatever_group_is_the_default_one(swapped_while):
+    sums = [(1.0, True), 1.0], 1.0, 1.0, 1.0
+    assert run_ranks(default_group_swapped, 2, swapped_while=swapped_while) == [sums] * 2
