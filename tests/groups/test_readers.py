@@ -97,7 +97,7 @@ def asked_all_the_time(*groups):
         stop.set()
         for thread in threads:
             thread.join(10)
-    assert min(asked.values()) > 100, asked
+    assert min(asked.values()) > 20, asked
 
 
 def written_again_and_again(rank, size, seconds):
@@ -113,7 +113,7 @@ def written_again_and_again(rank, size, seconds):
             tables.write_table(world, shells, ["cpu"])
             tables.write_table(world, live, devices)
             swaps += 1
-    return strange[:5], swaps > 100
+    return strange[:5], swaps > 20
 
 
 def test_readers_never_notice_that_a_table_is_written():
@@ -140,7 +140,7 @@ def scopes_come_and_go(rank, size, seconds, init, backend):
                 with restored_world():
                     pass
             cycles += 1
-    return strange[:5], cycles > 10
+    return strange[:5], cycles > 2
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def interrupted_context(rank, size):
     except RestoreFailed as error:
         told = str(error)
         assert error.missing == (1,)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 12
     assert (is_released(), dist.get_backend()) == (True, "gloo")
     if rank == 1:
         time.sleep(2)
@@ -115,7 +115,7 @@ def interrupted_while_waiting(rank, size):
         told = "interrupted"
     except ReleaseFailed as error:
         told = str(error)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 12
     assert (is_released(), backend_of(dist.group.WORLD)) == (False, before)
     dist.barrier()
     with released_world(**POSING):
@@ -174,7 +174,7 @@ def interrupted_twice(rank, size):
     started = time.monotonic()
     with pytest.raises((KeyboardInterrupt, ReleaseFailed)), released_world(**POSING, keep=keep):
         pass
-    return time.monotonic() - started < 5, is_released(), total()
+    return time.monotonic() - started < 12, is_released(), total()
 
 
 def test_a_rank_that_is_interrupted_twice_is_told_of_twice():
@@ -204,7 +204,7 @@ def interrupted_in_the_next_scope(rank, size):
         time.sleep(2)
     except RestoreFailed as error:
         told = error.missing
-    in_time = time.monotonic() - started < 5
+    in_time = time.monotonic() - started < 12
     restore_world()
     return told, in_time, total()
 
@@ -366,7 +366,7 @@ def at_the_verdict(rank, size, who, leaving, is_async, moments):
         started = time.monotonic()
         with released_world(**POSING):
             assert is_released()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 12
         assert (is_released(), total(group)) == (False, 1.0)
         seen.append(outcome)
     return seen

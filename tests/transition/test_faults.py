@@ -159,7 +159,7 @@ def failing_context(rank, size, step, failing, everywhere):
             ran = True
     except (TransitionFailed, OSError) as error:
         told = type(error).__name__, getattr(error, "failures", {}), str(error)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 12  # and not the time-out of 20
     state = (is_released(), release_depth(), dist.get_backend(), total(), total(group))
     with released_world(**POSING):
         assert refusal(group)
