@@ -40,9 +40,9 @@ class Posing:
         """All-reduce this rank's number over ``group``."""
         return cycles.total(group, device=self.device)
 
-    def communicators(self) -> tuple[int, int] | None:
-        """Return how many communicators this process has, and the bytes they hold; None where none are counted."""
-        return None
+    def communicators(self) -> dict[str, int]:
+        """Return how many communicators this process has, and the bytes they hold, where they are counted."""
+        return {}
 
     @contextmanager
     def next_build(self, seconds: float = 0.0) -> Iterator[None]:
@@ -81,8 +81,8 @@ class Double(Posing):
     def on_this_thread(self, rank: int) -> None:
         torch.cuda.set_device(rank)
 
-    def communicators(self) -> tuple[int, int] | None:
-        return self._double.live(), self._double.held()
+    def communicators(self) -> dict[str, int]:
+        return {"communicators": self._double.live(), "their bytes": self._double.held()}
 
     @contextmanager
     def next_build(self, seconds: float = 0.0) -> Iterator[None]:

@@ -43,6 +43,7 @@ from tests.ranks import descriptors, threads
 from tests.soak.events import PATIENT, DestroyGroup, Event, NewGroup, Scope, SetTimeout, Trouble
 from tests.soak.machines import Posing, machine
 
+GROUP_TIMEOUT = timedelta(seconds=50)
 SETTLED_WITHIN = 12.0  # seconds: what is made too late is closed by who makes it
 PR_SET_PDEATHSIG = 1
 
@@ -82,9 +83,12 @@ class Episode:
         self._init("first")
         self.groups: dict[int, Any] = {}
         self.members: dict[int, tuple[int, ...]] = {}
+        self.time_outs: dict[int, timedelta] = {}
         self._made = 0
         self.settle_in()
+        self.meet()
         self.at_first = self.footprint()
+        self.meet()  # who goes on may destroy a group, and with it others' connections
 
     def settle_in(self) -> None:
         """Have the groups that an episode begins with, and no others."""
@@ -136,8 +140,9 @@ class Episode:
             return
         number = sorted(self.members)[event.number % len(self.members)]
         if isinstance(event, SetTimeout):
+            self.time_outs[number] = timedelta(seconds=event.seconds)
             if self.groups[number] is not None:
-                self.groups[number].set_timeout(timedelta(seconds=event.seconds))
+                self.groups[number].set_timeout(self.time_outs[number])
         elif len(self.members) > 3:
             group = self.groups.pop(number)
             del self.members[number]
@@ -146,9 +151,9 @@ class Episode:
 
     def make(self, members: tuple[int, ...]) -> None:
         """Make a group; all ranks must call."""
-        group = dist.new_group(list(members), backend=self.machine.backend)
+        group = dist.new_group(list(members), backend=self.machine.backend, timeout=GROUP_TIMEOUT)
         self.groups[self._made] = group if self.rank in members else None
-        self.members[self._made] = members
+        self.members[self._made], self.time_outs[self._made] = members, GROUP_TIMEOUT
         self._made += 1
 
     def scope(self, event: Scope) -> None:
@@ -358,15 +363,18 @@ class Episode:
             "forks": lambda: error is None,
             "skips": lambda: error is None if mine else kind is ReleaseFailed and error.missing == (trouble.rank,),
             "interrupted": lambda: (
-                kind in ((KeyboardInterrupt, nothing) if mine else (nothing, ReleaseFailed, RestoreFailed))
+                kind is nothing
+                or (kind is KeyboardInterrupt if mine else _is_missed(error, trouble.rank, "left with", "no word from"))
             ),
             "raises": lambda: kind is (ZeroDivisionError if mine else nothing),
             "Ctrl-C": lambda: (
-                kind is KeyboardInterrupt if mine else kind is RestoreFailed and error.missing == (trouble.rank,)
+                kind is KeyboardInterrupt
+                if mine
+                else kind is RestoreFailed and _is_missed(error, trouble.rank, "left with KeyboardInterrupt")
             ),
             "slow build": lambda: kind is RestoreFailed,
             "build fails": lambda: kind is RestoreFailed and list(error.failures) == [trouble.rank],
-            "store stops": lambda: kind in (ReleaseFailed, RestoreFailed),
+            "store stops": lambda: kind is (ReleaseFailed if trouble.where == "entry" else RestoreFailed),
             "dies": lambda: (
                 (kind in (ReleaseFailed, RestoreFailed) and error.missing == (trouble.rank,))
                 or (kind is nothing and trouble.where != "inside")  # when all was over
@@ -420,6 +428,8 @@ class Episode:
                 members = self.members[number]
                 expect(tuple(dist.get_process_group_ranks(group)) == members, "group", number, "has other ranks")
                 expect(self.machine.total(group) == sum(members), "group", number, "does not work")
+                time_out = self.machine.backend_of(group).options._timeout
+                expect(time_out == self.time_outs[number], "group", number, "has another time-out:", time_out)
 
     def without(self, dead: int) -> None:
         """Go on without a rank that has died, in a world of those that are left."""
@@ -461,6 +471,7 @@ class Episode:
             "descriptors": descriptors(),
             "threads": threads(),
             **{name: ours[name] for name in ("World", "Frame", "Releasable", "Passage", "StandIn", "Life", "Meeting")},
+            **self.machine.communicators(),
             "our keys": len([key for key in self.store.list_keys() if "gpurelease" in key]) if self.rank == 0 else 0,
         }
 
@@ -493,6 +504,11 @@ def counting(entered: Counter[str]) -> Iterator[None]:
         yield
     finally:
         entered["out"] += 1
+
+
+def _is_missed(error: Any, rank: int, *words: str) -> bool:
+    """Return whether an error says that a rank did not come, in one of these ways."""
+    return error.missing == (rank,) and any(each in str(error) for each in words)
 
 
 def _child() -> None:
