@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("rebuild", "suspend", "auto")
 
+THREADS = 8  # more gain little where ranks share a machine's cores: see benchmarks/
 SHORTEST = 0.001  # seconds: stores count in milliseconds, and take none for "without end"
 LONGEST = 366.0 * 24 * 3600  # seconds
 
@@ -33,6 +34,16 @@ def connects_in_turn() -> bool:
     if value not in ("", "collective"):
         raise InvalidOption(f"GPURELEASE_CONNECT={value!r} is not known; there is 'collective'")
     return value == "collective"
+
+
+def threads() -> int:
+    """Return how many groups are ended, or built, at the same time: ``GPURELEASE_THREADS``, or 8. Ranks may differ."""
+    value = os.environ.get("GPURELEASE_THREADS", "")
+    if not value:
+        return THREADS
+    if not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise InvalidOption(f"GPURELEASE_THREADS={value!r} is no number of threads; there is 1, 2, 3 and so on")
+    return int(value)
 
 
 @dataclass(frozen=True)

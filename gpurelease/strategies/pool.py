@@ -1,5 +1,8 @@
 """A few threads that work through jobs in order, for one transition, with a bound on how long anybody waits for them.
 
+Ending, suspending or connecting a communicator may wait until its other members do the same. All ranks start in one
+order, so with any number of threads the first group that is not done is being worked on by all its members.
+
 The threads are daemons, which a ``ThreadPoolExecutor``'s are not: a job that never ends, such as the shutdown of a
 communicator whose peer has died, must not keep the process from ending.
 """
@@ -19,9 +22,6 @@ from gpurelease.errors import GpuReleaseError
 
 logger = logging.getLogger(__name__)
 
-# Ending, suspending or connecting a communicator may wait until its other members do the same. All ranks start in one
-# order, so with any number of threads the first group that is not done is being worked on by all its members.
-THREADS = 8
 SLICE = 0.25  # seconds between two looks at whether it is time to give up
 TO_BE_DONE = 1.0  # seconds that jobs are waited for of which one has failed, for them to leave nothing behind
 
@@ -136,26 +136,27 @@ class Pool:
         self._tasks: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._threads = 0
         try:
-            self._grow_to(min(threads, THREADS))
+            self._grow_to(threads)
         except RuntimeError:
             self.close()
             raise
 
     def run(
-        self, jobs: Sequence[Job], patience: Patience, at_once: int = THREADS, *, stop_at_failure: bool = False
+        self, jobs: Sequence[Job], patience: Patience, *, in_turn: bool = False, stop_at_failure: bool = False
     ) -> None:
         """Run jobs, started in order. When this returns each has a result or an error.
 
         Args:
             jobs: What to run.
             patience: How long to wait.
-            at_once: How many run at the same time at the most.
+            in_turn: Whether they run one after the other.
             stop_at_failure: Whether a failure keeps the rest from being started, and those that run from being waited
                 for much longer: they may wait for ranks on which they failed, or were not started.
         """
-        self._grow_to(min(at_once, len(jobs), max(1, self._threads)))
+        at_once = min(len(jobs), 1 if in_turn else max(1, self._threads))
+        self._grow_to(at_once)
         batch = _Batch(jobs, stop_at_failure=stop_at_failure)
-        for _ in range(min(at_once, len(jobs), self._threads)):
+        for _ in range(at_once):
             self._tasks.put(batch.work)
         while not batch.over.wait(SLICE):
             why = batch.in_vain() or patience.worn_out(batch.done)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpurelease.groups.releasable import Releasable
-from gpurelease.strategies.pool import THREADS, Job, Token
+from gpurelease.strategies.pool import Job, Token
 from gpurelease.strategies.strategy import Backends, Means, Problems, Strategy, empty_cache, on_all, problem
 from gpurelease.torch_internals import backends as torch_backends
 from gpurelease.torch_internals import devices, stores
@@ -46,7 +46,7 @@ class Rebuild(Strategy):
             attempt = _Attempt(group, prefix, means, in_turn=in_turn)
             jobs.append(Job(attempt.build, undo=attempt.undo))
         with means.transition.step("build"):
-            means.pool.run(jobs, means.patience(), at_once=1 if in_turn else THREADS, stop_at_failure=True)
+            means.pool.run(jobs, means.patience(), in_turn=in_turn, stop_at_failure=True)
         ready = []
         for group, job in zip(groups, jobs, strict=True):
             if job.error is None:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from gpurelease.groups.releasable import Releasable
 from gpurelease.report import Transition
-from gpurelease.strategies.pool import THREADS, GivenUp, Job, Patience, Pool
+from gpurelease.strategies.pool import GivenUp, Job, Patience, Pool
 from gpurelease.torch_internals import backends as torch_backends
 from gpurelease.torch_internals import devices, nccl
 from gpurelease.torch_internals.backends import Backend
@@ -142,7 +142,7 @@ def on_all(
     """
     pairs = [(group, backend) for group, backends in taken for backend in backends]
     jobs = [Job(partial(_ignoring_token, do, backend, group.device)) for group, backend in pairs]
-    means.pool.run(jobs, means.patience(), at_once=1 if _second_nccl(taken) else THREADS)
+    means.pool.run(jobs, means.patience(), in_turn=bool(_second_nccl(taken)))
     return [
         problem(f"{what} {group}", job.error, group)
         for (group, _), job in zip(pairs, jobs, strict=True)

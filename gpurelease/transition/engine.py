@@ -17,10 +17,10 @@ from gpurelease.agreement.compact import packed, unpacked
 from gpurelease.agreement.meanwhile import Meanwhile
 from gpurelease.agreement.verdicts import conclude, without_usual
 from gpurelease.agreement.waiting import NotAllCame
-from gpurelease.errors import TransitionFailed
+from gpurelease.errors import InvalidOption, TransitionFailed
 from gpurelease.groups.releasable import Releasable
 from gpurelease.groups.standin import OWN_GLOO
-from gpurelease.options import connects_in_turn
+from gpurelease.options import connects_in_turn, threads
 from gpurelease.strategies.patience import Bounded
 from gpurelease.strategies.pool import Job, Pool
 from gpurelease.torch_internals import books, devices
@@ -125,11 +125,15 @@ class Engine:
 
     def _threads(self) -> Pool:
         """Make the threads that all work is done in, before anything is changed."""
+        jobs = max(1, len(self._aim.plan.candidates), len(self._world.released))
         try:
-            return Pool(max(1, len(self._aim.plan.candidates), len(self._world.released)))
+            return Pool(min(jobs, threads()))
+        except InvalidOption as error:
+            problem = str(error)
         except RuntimeError as error:
-            self._aim.problem = self._aim.problem or f"it can start no more threads ({error})"
-            return Pool(0)
+            problem = f"it can start no more threads ({error})"
+        self._aim.problem = self._aim.problem or problem
+        return Pool(0)
 
     def _drain(self, pool: Pool) -> None:
         """Wait until all that was queued on the devices is done. If that fails, or takes too long, nothing is lost."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from gpurelease.groups.releasable import order_of
-from gpurelease.strategies.pool import THREADS
+from gpurelease.options import THREADS
 
 
 def megatron(tp: int, pp: int, cp: int, dp: int) -> list[tuple[int, ...]]:

@@ -62,33 +62,33 @@ def test_jobs_are_started_in_order_and_no_more_than_may_be_at_once(pool):
 
         return Job(do)
 
-    for at_once in (8, 2, 1):
+    for in_turn in (False, True):
         most = 0
         order.clear()
-        pool.run([job(number) for number in range(12)], Bounded(5), at_once=at_once)
+        pool.run([job(number) for number in range(12)], Bounded(5), in_turn=in_turn)
         assert order == list(range(12))
-        assert most == min(at_once, 3)
+        assert most == (1 if in_turn else 3)
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-def test_the_first_failure_ends_the_rest_if_that_is_wanted(pool, at_once):
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_the_first_failure_ends_the_rest_if_that_is_wanted(pool, in_turn):
     ran, never = [], threading.Event()
-    hangs = Job(lambda token: never.wait(5)) if at_once > 1 else Job(lambda token: None)
+    hangs = Job(lambda token: never.wait(5)) if not in_turn else Job(lambda token: None)
     fails = Job(lambda token: time.sleep(0.2) or raises(OSError("no"))(token))
     jobs = [hangs, fails, Job(lambda token: time.sleep(0.6)), *(Job(ran.append) for _ in range(4))]
     started = time.monotonic()
-    pool.run(jobs, Bounded(5), at_once=at_once, stop_at_failure=True)
+    pool.run(jobs, Bounded(5), in_turn=in_turn, stop_at_failure=True)
     assert time.monotonic() - started < 3, "it was not to be waited for much longer"
     assert ran == [], "nothing was to begin after a failure"
     given_up = [isinstance(job.error, GivenUp) and job.error.because_of_others for job in jobs]
     # What runs has a moment to be done.
-    assert given_up == ([True, False, False] if at_once > 1 else [False, False, True]) + [True] * 4
+    assert given_up == ([False, False, True] if in_turn else [True, False, False]) + [True] * 4
     never.set()
 
 
 def test_a_failure_is_no_reason_to_stop_otherwise(pool):
     ran = []
-    pool.run([Job(raises(OSError("no"))), *(Job(ran.append) for _ in range(4))], Bounded(5), at_once=1)
+    pool.run([Job(raises(OSError("no"))), *(Job(ran.append) for _ in range(4))], Bounded(5), in_turn=True)
     assert len(ran) == 4
 
 
@@ -156,7 +156,7 @@ class Room(dict):
 def test_jobs_that_go_on_are_not_cut_off_however_long_all_take(pool):
     room = Room()
     jobs = [Job(lambda token: time.sleep(0.3)) for _ in range(6)]
-    pool.run(jobs, WhileSomebodyGetsOn(0.8, Meanwhile(room, 1, lambda: None), lambda seconds: None), at_once=1)
+    pool.run(jobs, WhileSomebodyGetsOn(0.8, Meanwhile(room, 1, lambda: None), lambda seconds: None), in_turn=True)
     assert [job.error for job in jobs] == [None] * 6
     assert 1 <= room["steps/1"] <= 6, "others are told, and not each time"
 

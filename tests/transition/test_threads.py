@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from gpurelease import (
     released_world,
     restore_world,
 )
-from tests.cycles import POSING, backend_of, refusal, total
+from gpurelease.strategies.pool import Pool
+from tests.cycles import POSING, backend_of, cycle, refusal, total
 from tests.ranks import init_gloo, run_ranks
 
 SIZE = 3
@@ -113,3 +115,38 @@ def limited(rank, size, few, limited_rank, entering, is_async):
 def test_one_error_on_all_ranks_and_the_groups_work(few, limited_rank, entering, is_async):
     results = run_ranks(limited, SIZE, few=few, limited_rank=limited_rank, entering=entering, is_async=is_async)
     assert results == [True] * SIZE
+
+
+# ------------------------------------------------------------------------------------------------------------- chosen
+
+
+def chosen(rank, size):
+    init_gloo(rank, size)
+    groups = [dist.new_group() for _ in range(11)]
+    run, seen = Pool.run, set()
+
+    def counting(self, jobs, *args, **kwargs):
+        seen.add(sum(thread.name == "gpurelease-pool" for thread in threading.enumerate()))
+        run(self, jobs, *args, **kwargs)
+
+    Pool.run = counting
+    counts = {}
+    for number in ("", "1", "12", "99"):
+        os.environ["GPURELEASE_THREADS"] = number if rank == 0 else ""
+        with cycle(*groups):
+            pass
+        time.sleep(0.3)  # for the threads to be gone
+        counts[number] = seen.copy()
+        seen.clear()
+    os.environ["GPURELEASE_THREADS"] = "many" if rank == 1 else ""
+    with pytest.raises(ReleaseFailed) as failed, released_world(**POSING):
+        pass
+    assert failed.value.failures == {1: "GPURELEASE_THREADS='many' is no number of threads; there is 1, 2, 3 and so on"}
+    os.environ["GPURELEASE_THREADS"] = ""
+    return counts, [total(group) for group in groups] == [3.0] * 11
+
+
+def test_the_number_of_threads_can_be_chosen_and_ranks_may_differ():
+    results = run_ranks(chosen, SIZE)
+    assert results[0] == ({"": {8}, "1": {1}, "12": {12}, "99": {12}}, True)
+    assert results[1] == ({number: {8} for number in ("", "1", "12", "99")}, True)

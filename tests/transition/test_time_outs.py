@@ -23,7 +23,6 @@ from gpurelease import (
     restored_world,
 )
 from gpurelease.groups import blueprint as blueprints
-from gpurelease.strategies import rebuild, strategy
 from gpurelease.torch_internals import backends
 from tests.cycles import POSING, backend_of, total
 from tests.ranks import init_gloo, run_ranks
@@ -98,7 +97,7 @@ def healthy_but_long(rank, size, busy, step):
         register_rebuilder("gloo", slowly(blueprints.rebuild_gloo))
     else:
         backends.shut_down = slowly(backends.shut_down)
-    rebuild.THREADS = strategy.THREADS = 1
+    os.environ["GPURELEASE_THREADS"] = "1"
     started = time.monotonic()
     with released_world(**POSING | {"timeout": 1.5}):
         pass
