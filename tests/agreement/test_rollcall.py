@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others_in_time(store, late, f
         everyone(ranks)
     start = time.monotonic()
     results = together([caller(r, 0, 0.5) for n, r in enumerate(ranks) if n != late])
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 4
     assert [error.missing for error in results] == [(late,)] * 2
     assert f"no word from rank {late} within 0.5 s" in results[0].reason
 

@@ -116,13 +116,13 @@ def test_work_that_goes_on_may_take_longer_than_the_time_out(busy, step):
 
 # ----------------------------------------------------------------------------------------------------------- the store
 
-STOPPED_FOR = 5.5  # seconds
+STOPPED_FOR = 6.5  # seconds
 
 
 def store_host_stops(rank, size, when):
     """Rank 0 hosts the store and is stopped, as a host is that swaps or has lost its network. It goes on later."""
     init_gloo(rank, size)
-    scope = released_world(**POSING | {"timeout": 1})
+    scope = released_world(**POSING | {"timeout": 2})
     if when != "before the first scope":
         with scope:
             pass
