@@ -1,76 +1,86 @@
 """How long a cycle takes, against what people do without gpurelease: destroy everything and initialise it again.
 
-    python benchmarks/cycle.py [--ranks 4] [--groups 0 8 32] [--cycles 10]
+    python -m benchmarks.cycle [--ranks 8] [--rounds 7] [--json FILE]
 
-Runs both ways on Gloo, in turns, in the same processes, and prints the median seconds of a cycle on rank 0 and their
-ratio. Gloo connects every member to every other; what NCCL takes on a GPU is another question. The other way also
-breaks every handle that anybody holds, which no number shows.
+Both go on in turns in the same processes, from the step before to the first use of every group, for the slowest rank.
+The other way also breaks every handle that anybody holds, which no number shows. CPU seconds are those of a rank, on
+all its threads: they are quieter than seconds where ranks share cores.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import tempfile
+import itertools
 import time
+from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from benchmarks.double import communicators_take, init, make_groups, ranks_on_double, use
+from benchmarks.sheet import Sheet, parser
+from benchmarks.timing import over_ranks, seconds_by_step, timed
 from gpurelease import released_world
 
-
-def make_groups(size: int, count: int) -> list[dist.ProcessGroup]:
-    """Make groups of two neighbours, as a pipeline has; all ranks must call."""
-    groups = [dist.new_group([first % (size - 1), first % (size - 1) + 1]) for first in range(count)]
-    return [group for group in groups if isinstance(group, dist.ProcessGroup)]
+WAYS = ("torch", "rebuild", "suspend")
 
 
-def run(rank: int, size: int, folder: str, count: int, cycles: int) -> None:
-    """Measure both ways on one rank."""
-    torch.set_num_threads(1)
-    seconds: dict[str, list[float]] = {"release and restore": [], "destroy and initialise": []}
+def measure(rank: int, size: int, eager: bool, seconds_each: float, rounds: int) -> list[dict[str, Any]]:
+    """Go through rounds of all ways, and return what each took this rank."""
+    groups: list[Any] = []
 
-    def initialise(number: int) -> list[dist.ProcessGroup]:
-        store = dist.FileStore(os.path.join(folder, str(number)), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        return make_groups(size, count)
-
-    groups = initialise(0)
-    for number in range(1, cycles + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        with released_world(backends=("gloo",), timeout=60):
-            pass
-        seconds["release and restore"].append(time.perf_counter() - start)
-        dist.barrier()
+    def by_hand(number: int) -> dict[str, float]:
         start = time.perf_counter()
         groups.clear()
         dist.destroy_process_group()
-        groups = initialise(number)
-        dist.barrier()
-        seconds["destroy and initialise"].append(time.perf_counter() - start)
-        with released_world(backends=("gloo",), timeout=60):
-            pass  # the first release of a new WORLD builds the Gloo that stands in; it is paid once a job
-    if rank == 0:
-        ours, theirs = (statistics.median(seconds[way]) for way in seconds)
-        print(f"{count:6d} groups   {ours:8.4f} s   {theirs:8.4f} s   {theirs / ours:5.2f}", flush=True)
-    dist.destroy_process_group()
+        destroyed = time.perf_counter()
+        init(rank, size, f"round-{number}", eager=eager)
+        groups.extend(make_groups(rank, size))
+        made = time.perf_counter()
+        use(groups)
+        return {"destroy": destroyed - start, "init": made - destroyed, "first use": time.perf_counter() - made}
+
+    def scope(strategy: str) -> dict[str, float]:
+        with released_world(strategy=strategy, timeout=60) as opened:
+            pass
+        start = time.perf_counter()
+        use(groups)
+        return {**seconds_by_step(opened.report), "first use": time.perf_counter() - start}
+
+    init(rank, size, eager=eager)
+    groups.extend(make_groups(rank, size))
+    use(groups)
+    communicators_take(seconds_each)
+    taken = []
+    for number in range(rounds):
+        each = {"torch": timed(lambda number=number: by_hand(number))}
+        scope("rebuild")  # builds the Gloo that stands in for a new WORLD: it is paid once a job
+        each.update({strategy: timed(lambda strategy=strategy: scope(strategy)) for strategy in WAYS[1:]})
+        taken.append(each)
+    return taken
 
 
 def main() -> None:
-    """Measure for each number of groups."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--groups", type=int, nargs="+", default=[0, 8, 32])
-    parser.add_argument("--cycles", type=int, default=10)
-    options = parser.parse_args()
-    print(f"{options.ranks} ranks        ours        theirs       theirs / ours")
-    for count in options.groups:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run, (options.ranks, folder, count, options.cycles), nprocs=options.ranks)
+    """Measure with each time for a communicator, in lazy and in eager worlds."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=8)
+    arguments.add_argument("--rounds", type=int, default=7)
+    options = arguments.parse_args()
+    sheet = Sheet("cycle", "double")
+    with ranks_on_double() as run:
+        for seconds_each, eager in itertools.product((0.0, 0.03, 0.1), (False, True)):
+            how = {"eager": eager, "seconds_each": seconds_each, "rounds": options.rounds}
+            by_rank = run(measure, options.ranks, timeout=300, **how)
+            by_hand = 0.0
+            for way in WAYS:
+                took = over_ranks([[taken[way] for taken in ranks] for ranks in zip(*by_rank, strict=True)])
+                by_hand = by_hand or took["seconds"]["median"]
+                sheet.row(
+                    way=way,
+                    world="eager" if eager else "lazy",
+                    ms_each=round(1000 * seconds_each),
+                    of_torch=took["seconds"]["median"] / by_hand,
+                    **took,
+                )
+    sheet.write(options.json)
 
 
 if __name__ == "__main__":
