@@ -473,3 +473,18 @@ def test_a_few_requests_a_rank_however_long_the_last_takes_to_come(counted):
         assert counted() <= 5 * size
     together([caller(r, n, 1.0) for n, r in enumerate(ranks[1:], 1)])
     assert counted() <= 8 * size, "at a time-out"
+
+
+def test_a_few_requests_a_rank_of_a_thousand(counted):
+    """They do not grow with the ranks.
+
+    Over a HashStore, as a thousand clients of a server take long to connect where its host's name server is slow. It
+    has to be asked to wait, which a TCPStore's client has not: one request more for each of the two waits.
+    """
+    size = 1024
+    ranks = world(dist.HashStore(), size)
+    everyone(ranks, 60.0)
+    assert counted() <= 12 * size
+    for lag in (0.0, 1.0):
+        together([caller(r, n, 60.0, after=lag * (n == 500)) for n, r in enumerate(ranks)])
+        assert counted() <= 6 * size
