@@ -9,6 +9,7 @@
 #   make soak             a random but seeded mix of all that can happen: make soak SOAK='--seconds 600 --seed 7'
 #   make soak-nccl        the same in the environment of test-nccl
 #   make test-gpu         in that environment, on real GPUs: the same checks, and what a scope gives and takes
+#   make bench            what a scope costs, without a GPU: numbers and pictures in benchmarks/results/
 #   make test-torch       torch's own DistributedTest with a cycle after each group that is made (make test has a sample)
 #   make test-install     pip install in all ways, in environments of their own
 #   make test-ctrl-c      Ctrl-C at every line of a scope, of which make test has a sample
@@ -26,7 +27,7 @@ PIP = -m pip --disable-pip-version-check install --quiet
 SANITIZE = -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer
 BUILT_FROM = setup.py setup.cfg $(wildcard gpurelease/csrc/*.?pp gpurelease/csrc/nv/*)
 
-.PHONY: demo test lint types test-torch test-install test-ctrl-c test-sanitizers test-nccl test-gpu soak soak-nccl beside clean
+.PHONY: demo test lint types test-torch test-install test-ctrl-c test-sanitizers test-nccl test-gpu bench soak soak-nccl beside clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m gpurelease.demo $(DEMO)
@@ -67,6 +68,14 @@ test-nccl: beside
 test-gpu: beside
 	cd $(VENV_CUDA)/beside && ../bin/python -m tests.gpu
 
+# Pictures are drawn where matplotlib is.
+bench: beside $(VENV)/ready
+	mkdir -p benchmarks/results
+	for name in cycle growth handles rollcall; do (cd $(VENV_CUDA)/beside && \
+		../bin/python -m benchmarks.$$name --json $(CURDIR)/benchmarks/results/$$name.json) || exit 1; done
+	$(VENV)/bin/python -m benchmarks.scale benchmarks/results
+	$(VENV)/bin/python -m benchmarks.draw benchmarks/results
+
 soak: $(VENV)/ready
 	$(VENV)/bin/python -m tests.soak $(SOAK)
 
@@ -75,7 +84,7 @@ soak-nccl: beside
 
 # The tests run beside the installed package, and not in the source tree, whose extension is for another torch.
 beside: $(VENV_CUDA)/ready
-	rm -rf $(VENV_CUDA)/beside && mkdir $(VENV_CUDA)/beside && cp -r tests setup.cfg $(VENV_CUDA)/beside
+	rm -rf $(VENV_CUDA)/beside && mkdir $(VENV_CUDA)/beside && cp -r tests benchmarks setup.cfg $(VENV_CUDA)/beside
 	$(VENV_CUDA)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
 
 $(VENV)/ready: $(BUILT_FROM)
