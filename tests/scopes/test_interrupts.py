@@ -300,9 +300,9 @@ def pressed(kind, rank, who, place, size):
 
     if place == "waiting to enter":
         if rank == who:
-            ctrl_c(0.3)
+            ctrl_c(0.6)
         if rank == last:
-            time.sleep(1.0)
+            time.sleep(1.2)
     started = time.monotonic()
     try:
         kind.go({**POSING, "keep": keep} if place == "planning" else POSING, body)
