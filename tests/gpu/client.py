@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ MIB = 1 << 20
 CYCLES = 5
 
 
-def init(rank: int, size: int, groups: int, **options: Any) -> list[Any]:
+def init(rank: int, size: int, groups: int, name: str = "port", **options: Any) -> list[Any]:
     """Initialise WORLD on NCCL, make more groups of all ranks, connect all of them, and return them."""
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", store=tcp_store(rank, size), rank=rank, world_size=size, **options)
+    dist.init_process_group("nccl", store=tcp_store(rank, size, name), rank=rank, world_size=size, **options)
     made = [dist.group.WORLD, *(dist.new_group(list(range(size)), backend="nccl") for _ in range(groups - 1))]
     for group in made:
         check(group)
@@ -41,18 +42,34 @@ def free() -> int:
 
 
 def measure(rank: int, size: int, strategy: str, count: int) -> Any:
-    """Return MiB held outside and inside, and the median seconds of a release and of a restore, on one rank."""
+    """Return MiB held outside and inside, and what a cycle takes on one rank, in median seconds.
+
+    These are of a release, of a restore, and of both to the first use of every group; and of what people do without
+    gpurelease: to destroy everything, and to initialise and use it again.
+    """
     before = free()
     groups = init(rank, size, count)
-    held, inside, reports = before - free(), 0, []
+    held, inside, reports, cycles, by_hand = before - free(), 0, [], [], []
     try:
         for _ in range(CYCLES):
+            dist.barrier()
+            start = time.perf_counter()
             with released_world(strategy=strategy, timeout=60) as scope:
+                to_look = time.perf_counter()
                 inside = before - free()
-            reports.append(scope.report)
+                start += time.perf_counter() - to_look
             for group in groups:
                 check(group)
+            cycles.append(time.perf_counter() - start)
+            reports.append(scope.report)
     except ReleaseFailed as error:
         return error.failures[0]
+    for number in range(CYCLES):
+        dist.barrier()
+        start = time.perf_counter()
+        groups.clear()
+        dist.destroy_process_group()
+        groups = init(rank, size, count, f"again-{number}")
+        by_hand.append(time.perf_counter() - start)
     seconds = [statistics.median(report.seconds(kind) for report in reports) for kind in ("release", "restore")]
-    return held / MIB, inside / MIB, *seconds
+    return held / MIB, inside / MIB, *seconds, statistics.median(cycles), statistics.median(by_hand)
