@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that a rank who comes after another has left waits for that one to be back, before it says who left and why.
 BACK_WITHIN = 1.0
+# Seconds that one takes to come which has stood still, and gives that up at the same time as those that wait for it.
+ON_ITS_WAY = 0.7
 # Seconds after which a rank that waits was surely there before another left.
 SURELY_THERE = 0.05
 
@@ -198,6 +200,11 @@ class RollCall:
             if others_get_on is not None and others_get_on():
                 quiet = 0
             deadline = time.monotonic() + timeout
+        if others_get_on is not None:
+            # Or those that stand still, in a group that this rank is not in, would be named with whom they wait for.
+            verdict = ballot.verdict_within(ON_ITS_WAY)
+            if verdict is not None:
+                return verdict, []
         self._seldom.add(ballot.number)
         return ballot.give_up(conclude, timeout, in_grace)
 

@@ -51,23 +51,29 @@ class WhileSomebodyGetsOn:
 
     def worn_out(self, done: int) -> GivenUp | None:
         """Return why nobody wants to wait any longer, or None."""
-        now = time.monotonic()
         try:
             self._may_take(self._timeout)
+            return self._in_vain(done, time.monotonic())
         except GivenUp as why:
             return why
+        except RuntimeError as error:  # torch's DistError and its kin
+            silent = str(error).partition("\n")[0]
+            return GivenUp(f"WORLD's store does not answer ({silent})", because_of_others=False)
+
+    def _in_vain(self, done: int, now: float) -> GivenUp | None:
         if done != self._done:
             self._done, self._quiet, self._got_on = done, 0, now
             if now - self._told > self._ask_after / 2:
                 self._told = now
                 self._meanwhile.get_on()
             return None
-        if now - max(self._got_on, self._asked) < self._ask_after:
+        look = now - max(self._got_on, self._looked) >= self._timeout / 2
+        if not look and now - max(self._got_on, self._asked) < self._ask_after:
             return None
         self._asked = now
         if self._meanwhile.somebody_failed():
             return GivenUp("broken off, since another rank has failed", because_of_others=True)
-        if now - max(self._got_on, self._looked) >= self._timeout / 2:
+        if look:
             self._looked = now
             self._quiet = 0 if self._meanwhile.others_get_on() else self._quiet + 1
         if self._quiet < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -79,7 +80,8 @@ class Steps:
             said = _said([Problem(f"{verdict['do']}: {error!r}")])
         if said.get("problem") and not said["because of others"]:
             self._passage.may_take(self._timeout)
-            meanwhile.fail()
+            with contextlib.suppress(RuntimeError):  # if it is the store that is gone, the next roll call says so
+                meanwhile.fail()
         return said
 
     def undo(self) -> None:

@@ -120,6 +120,35 @@ def test_a_killed_rank_is_named_by_the_others_in_time(where):
     assert results == [expected, expected, None]
 
 
+def killed_in_a_group_of_some(rank, size):
+    """Rank 2 stands still in the group that rank 1 dies in, and the others have nothing to do but to wait for both."""
+    init_gloo(rank, size)
+    for members in ([0, 1], [1, 2], [0, 1, 2]):
+        dist.new_group(members)
+    build = Releasable.build
+
+    def die(self, *args):
+        if rank == 1 and self.group.size() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return build(self, *args)
+
+    try:
+        with released_world(**POSING | {"timeout": 3}):
+            Releasable.build = die
+            started = time.monotonic()
+    except RestoreFailed as error:
+        told = error.missing
+    assert time.monotonic() - started < 3 + 5
+    dist.distributed_c10d._world.pg_map.clear()  # nothing is left to be destroyed together
+    dist.distributed_c10d._update_default_pg(None)
+    return told
+
+
+def test_who_stands_still_because_of_a_killed_rank_is_not_named_with_it():
+    for _ in range(2):
+        assert run_ranks(killed_in_a_group_of_some, 4, dies={1: -signal.SIGKILL}) == [(1,), None, (1,), (1,)]
+
+
 def over_at_once(rank, size):
     init_gloo(rank, size)
     if rank > 0:
@@ -141,15 +170,21 @@ def test_a_program_may_end_right_after_a_scope():
     assert run_ranks(over_at_once, 3) == [None, False, False]
 
 
-def store_is_gone(rank, size):
+def store_is_gone(rank, size, where):
     init_gloo(rank, size)
     with released_world(**POSING):
         pass
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
     started = time.monotonic()
     try:
         with released_world(**POSING | {"timeout": 3}):
-            if rank == 0:  # which hosts the store
-                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 0 and where == "inside":  # it hosts the store
+                die()
+            if rank == 0 and where == "building":
+                Releasable.build = die
     except RestoreFailed as error:
         told = str(error)
     assert time.monotonic() - started < 3 + 3
@@ -158,7 +193,8 @@ def store_is_gone(rank, size):
     return told
 
 
-def test_the_rank_that_hosts_the_store_is_named_if_it_is_killed():
-    _, *others = run_ranks(store_is_gone, SIZE, dies={0: -signal.SIGKILL})
+@pytest.mark.parametrize("where", ["inside", "building"])
+def test_the_rank_that_hosts_the_store_is_named_if_it_is_killed(where):
+    _, *others = run_ranks(store_is_gone, SIZE, where=where, dies={0: -signal.SIGKILL})
     for text in others:
         assert "WORLD's store does not answer; its host, usually rank 0, may be gone" in text
