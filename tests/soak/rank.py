@@ -118,6 +118,7 @@ class Episode:
         self.store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self.machine.start(self.alive.index(self.rank), len(self.alive), self.store)
         self.world = dist.group.WORLD
+        self.meet()  # NCCL's double waits for seconds only, and some ranks may not have found the store yet
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -440,7 +441,6 @@ class Episode:
         if self._host:
             _end(self._host)
         self._init("second")
-        self.meet()
         world, size = self.world, self.size
         for _ in range(2):
             with released_world(**self.machine.options, timeout=PATIENT):
