@@ -5,7 +5,8 @@ An answer says where its rank stands, and what it wants:
 * "phase" ("armed" or "released") and "generation": the number of the roll call whose verdict brought it there;
 * "wants": the phase that it wants the world in;
 * "problem": why it cannot go there now, or what failed at the last step; "because of others": it broke that off;
-* "step": what it has just done ("stood in", "built", ...), by the verdict with the number "step of";
+* "step": what it has just done ("built"), or "contexts"; "step of": the number of the verdict by which it did that,
+  or tried to;
 * "stand-in": what tells the Gloo that it has for WORLD from another, or "" if it needs none.
 
 Who wants the world released adds what it would release (see :func:`_from_armed`): all of that the first time, and after
@@ -212,8 +213,10 @@ def _from_released(answers: Answers) -> Verdict:
     if any(answer["step"] == "contexts" for answer in answers):
         wants = ranks_text([rank for rank, answer in enumerate(answers) if answer["wants"] == "armed"])
         return {"do": "rest", "contexts refused": f"{wants} wants the world restored"}
-    if problems:
+    if problems and not _of_some_only(answers):
         return _failed(problems)
+    if problems and answers[0]["held by"] == "suspend":
+        return {"do": "end", "reason": "some ranks were not there when others resumed"}
     built = {answer["step of"] if answer["step"] == "built" else None for answer in answers}
     if built == {None} or len(built) > 1:
         return _restore(answers)
@@ -248,6 +251,12 @@ def _problems(answers: Iterable[Answer]) -> dict[int, str]:
     told = {answer["rank"]: answer for answer in answers if answer["problem"]}
     own = {rank: answer["problem"] for rank, answer in told.items() if not answer["because of others"]}
     return own or {rank: answer["problem"] for rank, answer in told.items()}
+
+
+def _of_some_only(answers: Answers) -> bool:
+    """Return whether all problems are of steps that some ranks were not in: they gave up, and have come again."""
+    steps = {answer["step of"] for answer in answers}
+    return len(steps) > 1 and all(answer["step of"] for answer in answers if answer["problem"])
 
 
 def _differing(answers: Answers, *fields: str) -> dict[int, str]:

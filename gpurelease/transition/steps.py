@@ -82,7 +82,7 @@ class Steps:
             self._passage.may_take(self._timeout)
             with contextlib.suppress(RuntimeError):  # if it is the store that is gone, the next roll call says so
                 meanwhile.fail()
-        return said
+        return {"step of": number, **said} if said.get("problem") else said
 
     def undo(self) -> None:
         """End what nobody has got to see: what was built, or resumed on some ranks only."""

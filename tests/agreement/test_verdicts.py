@@ -212,6 +212,16 @@ def test_nobody_puts_on_what_not_all_have_built_together():
     assert verdict(built(), released(wants="armed", problem="no memory"))["failures"] == {1: "no memory"}
 
 
+@pytest.mark.parametrize("here", [released(), released(wants="armed")])
+def test_who_has_failed_for_want_of_others_that_have_given_up_tries_again_with_them(here):
+    alone = released(wants="armed", problem="not done in time", **{"step of": 7})
+    assert verdict(alone, here)["do"] == "restore"
+    assert verdict(alone, here | {"problem": "no threads"})["do"] == "fail", "it has come with that"
+    assert verdict(alone, built())["failures"] == {0: "not done in time"}
+    suspended = {"held by": "suspend"}
+    assert verdict(alone | suspended, here | suspended)["do"] == "end"
+
+
 # --------------------------------------------------------------------------------------------------------------- apart
 
 
