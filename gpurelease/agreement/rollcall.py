@@ -47,16 +47,20 @@ class RollCall:
         connect: Returns a new client of WORLD's store, for us alone.
         rank: This process's rank in WORLD.
         size: Number of ranks.
+        is_gone: Whether WORLD was destroyed.
 
     Attributes:
         number: Number of the next roll call: the same on all ranks that came to the last one.
     """
 
-    def __init__(self, connect: Callable[[], Store], rank: int, size: int) -> None:
+    def __init__(
+        self, connect: Callable[[], Store], rank: int, size: int, is_gone: Callable[[], bool] = lambda: False
+    ) -> None:
         self._connect = connect
         self._rank = rank
         self._size = size
-        self._hall = Hall(rank, size)
+        self._is_gone = is_gone
+        self._hall = Hall(connect, rank, size, is_gone)
         self._client: Store | None = None
         self._lock = threading.Lock()
         self._calls = 0  # how often this rank has come
@@ -81,7 +85,7 @@ class RollCall:
 
     def successor(self) -> RollCall:
         """Return what goes on in place of this one, in which a thread is left: the store did not answer it."""
-        other = RollCall(self._connect, self._rank, self._size)
+        other = RollCall(self._connect, self._rank, self._size, self._is_gone)
         other._hall = self._hall
         other.number, other._answered, other._full = self.number, self._answered, self._full
         other._seldom = {*self._seldom, self.number}  # the thread may yet use keys of its roll call
@@ -162,6 +166,8 @@ class RollCall:
             self._hall.enter(self.client, timeout)
             self.number = self._hall.number
         self._in = self.number
+        if self._rank == 0 and not self._full:
+            self._hall.open(self.number, timeout)
         ballot, again = self._ballot(), self._answered == self.number
         if again and ballot.is_over:
             # A thread that the store did not answer has left it unread, and what it says was not done here.
@@ -173,8 +179,6 @@ class RollCall:
         started = time.monotonic()
         if ballot.answer({**answer, "seldom": sorted(self._seldom)}, again=again):
             verdict, answers = ballot.conclude(conclude)
-        if verdict is None and self._rank == 0 and not self._full:
-            self._hall.serve(self.client, ballot.number, deadline, lambda: ballot.is_over)
         if verdict is None:
             verdict, answers = self._await(ballot, conclude, timeout, deadline, others_get_on, in_grace)
         waited = time.monotonic() - started
@@ -223,13 +227,10 @@ class RollCall:
             logger.debug("the store did not answer after a roll call", exc_info=True)
 
     def _tidy_up(self, ballot: Ballot, verdict: Verdict, answers: Answers, first_time: bool, since: int) -> None:
-        given_up = "missing" in verdict
-        if first_time and self._rank > 0 and (given_up or answers):
-            self._hall.ring(self.client)  # rank 0 may be serving there
-        if given_up:
+        if "missing" in verdict:
             return
         if first_time and self._rank == 0:
-            self._hall.clear(self.client)
+            self._hall.close(self.client)
         if answers:
             # All have come to this one, so all have read those before it.
             seldom = {number for answer in answers for number in answer["seldom"]}
@@ -247,8 +248,7 @@ class RollCall:
         Args:
             reason: One sentence, for the other ranks to read.
             timeout: Longest wait for rank 0, in seconds, if no roll call has gone through yet.
-            cast: Called as soon as it is written. Rank 0 may still have to hand out the token then, for others to read
-                it.
+            cast: Called as soon as it is written.
 
         Returns:
             Whether that is the verdict: not if there was one, or if this rank has come again.
@@ -273,13 +273,8 @@ class RollCall:
             self.number = max(self.number, number + 1)
             number += not counts
         cast()
-        if counts and not self._full:
-            if self._rank > 0:
-                self._hall.ring(client)
-            elif not self._hall.has_served_all:
-                # The others are told when they come, and not left waiting for the token.
-                deadline, hall = time.monotonic() + timeout, self._hall
-                hall.serve(client, number, deadline, lambda: calls != self._calls or hall.has_served_all)
+        if counts and self._rank == 0 and not self._full:
+            self._hall.open(number, timeout)  # the others are told when they come
         return counts
 
     def _ballot(self, number: int | None = None) -> Ballot:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 GLOO_TAKES = 5  # file descriptors, beside a connection to every rank (3, counted at 4 to 64 ranks)
-WE_TAKE = 3  # until it is built (1, counted: our own client of the store)
+WE_TAKE = 3  # until it is built (1, counted: our own client of the store; on rank 0 for a while another one)
 
 
 def needed(world: ProcessGroup) -> int:

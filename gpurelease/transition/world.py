@@ -83,7 +83,8 @@ class World:
         self.options = ScopeOptions()
         self.report = Report()
         self.rank = group.rank()
-        self.roll_call = RollCall(lambda: stores.client_of(store), group.rank(), group.size())
+        own = self._group
+        self.roll_call = RollCall(lambda: stores.client_of(store), group.rank(), group.size(), lambda: _is_gone(own()))
         self.decided: Decided | None = None
         self.released: list[Releasable] = []
         self.husks = Husks()
@@ -105,8 +106,7 @@ class World:
     @property
     def is_gone(self) -> bool:
         """Whether WORLD was destroyed. Another group may be the default one meanwhile: that says nothing."""
-        group = self.group
-        return group is None or not books.exists(group)
+        return _is_gone(self.group)
 
     @property
     def is_released(self) -> bool:
@@ -182,6 +182,10 @@ class World:
         self.strategy = Rebuild(self.husks)
         self.absence = self.stand_in = None
         self.phase = Phase.ARMED
+
+
+def _is_gone(group: ProcessGroup | None) -> bool:
+    return group is None or not books.exists(group)
 
 
 class FreeMemory:

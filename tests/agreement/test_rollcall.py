@@ -286,6 +286,53 @@ def test_a_rank_that_leaves_the_very_first_roll_call_is_named_at_once(any_store,
     assert everyone(ranks) == [{"sum": 3}] * 3
 
 
+@pytest.mark.parametrize("who", range(3))
+def test_whoever_comes_to_the_very_first_after_the_others_were_told_is_told_too(any_store, who):
+    """Also by rank 0, which was told, and hands out the token all the same."""
+    ranks = world(any_store)
+    first, last = (rank for rank in range(3) if rank != who)
+    threading.Timer(0.3, ranks[who].leave, ("Ctrl-C", 8.0)).start()
+    started = time.monotonic()
+    told = together([caller(ranks[first], 0, 8.0), caller(ranks[last], 0, 8.0, after=2.0)])
+    assert time.monotonic() - started < 4.5
+    assert [(error.missing, error.reason) for error in told] == [((who,), "Ctrl-C")] * 2
+    assert everyone(ranks) == [{"sum": 3}] * 3
+
+
+def porters():
+    return [thread for thread in threading.enumerate() if thread.name == "gpurelease-porter"]
+
+
+def until(true):
+    deadline = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_nobody_hands_out_a_token_once_all_have_come_or_the_world_is_gone(store):
+    ranks = world(store)
+    everyone(ranks)
+    assert not porters()
+    ranks = world(store)
+    ranks[0].leave("Ctrl-C", 60.0)
+    assert len(porters()) == 1
+    del ranks[:]
+    until(lambda: not porters())
+    assert everyone(world(store)) == [{"sum": 3}] * 3
+
+
+def test_a_destroyed_world_s_porter_does_not_answer_the_next_one(store):
+    destroyed = threading.Event()
+    [old] = [RollCall(lambda: client_of(store), 0, 3, destroyed.is_set)]
+    old.leave("Ctrl-C", 60.0)
+    destroyed.set()  # and somebody still has it
+    new = world(store)
+    assert everyone(new) == [{"sum": 3}] * 3
+    assert {rank.token for rank in new} == {new[0].token} != {old.token}
+    until(lambda: not porters())
+
+
 def test_a_rank_that_leaves_is_a_vote_against_the_roll_call_that_it_is_in(store):
     ranks = world(store)
     everyone(ranks)
