@@ -52,6 +52,7 @@ class Hall:
         self._until = 0.0
         self._served: set[str] = set()  # words
         self._all_have_come = False
+        self._is_own_porter = False
         self.token = uuid.uuid4().hex[:12] if rank == 0 else ""
         self.number = 1
 
@@ -103,10 +104,11 @@ class Hall:
             porter = threading.Thread(
                 target=_serve, args=(weakref.ref(self), self._connect), name="gpurelease-porter", daemon=True
             )
-            self._porter = porter
+            self._porter, self._is_own_porter = porter, False
         try:
             porter.start()
         except RuntimeError:  # there can be no more threads, and all ranks are to hear that
+            self._is_own_porter = True
             _serve(weakref.ref(self), self._connect)
 
     def hand_out(self, room: Store) -> float:
@@ -127,7 +129,8 @@ class Hall:
         if self._all_have_come:
             self._delete_what_was_said(room)
         with self._lock:
-            left = 0.0 if self._all_have_come else max(0.0, self._until - time.monotonic())
+            enough = self._all_have_come or (self._is_own_porter and len(self._served) >= self.size - 1)
+            left = 0.0 if enough else max(0.0, self._until - time.monotonic())
             if not left:
                 self._porter = None
             return left

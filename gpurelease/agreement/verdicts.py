@@ -7,7 +7,8 @@ An answer says where its rank stands, and what it wants:
 * "problem": why it cannot go there now, or what failed at the last step; "because of others": it broke that off;
 * "step": what it has just done ("built"), or "contexts"; "step of": the number of the verdict by which it did that,
   or tried to;
-* "stand-in": what tells the Gloo that it has for WORLD from another, or "" if it needs none.
+* "stand-in": what tells the Gloo that it has for WORLD from another, or "" if it needs none; "narrow": it has no room
+  for a connection to every other rank.
 
 Who wants the world released adds what it would release (see :func:`_from_armed`): all of that the first time, and after
 that the number of the roll call in which it was the same. Fields that are as in :data:`USUAL` are left out. The verdict
@@ -43,6 +44,7 @@ USUAL: Answer = {
     "because of others": False,
     "step": "",
     "step of": 0,
+    "narrow": False,
     "backends": None,
     "groups": None,
     "unmatched": [],
@@ -131,7 +133,7 @@ def _from_armed(answers: Answers) -> Verdict:
         if len(known := {answer["as in"] for answer in answers}) > 1:
             return {"do": "describe"}
         if not _one_stand_in(answers):
-            return {"do": "stand in"}
+            return _stand_in(answers)
         return {"do": "release", "as in": known.pop(), "contexts": contexts}
     differing = _differing(answers, "strategy", "backends") or _unmatched(answers)
     if differing:
@@ -169,7 +171,7 @@ def _from_armed(answers: Answers) -> Verdict:
         return {"do": "rest", "nothing": True, "last": True, **decided}
     world = answers[0]["world"]
     if world in listed and world not in kept and not _one_stand_in(answers):
-        return {"do": "stand in"}
+        return _stand_in(answers)
     return {"do": "release", **decided}
 
 
@@ -208,7 +210,7 @@ def _from_released(answers: Answers) -> Verdict:
         if unsuspended:
             return {"do": "end", "reason": unsuspended[0]}
         if not _one_stand_in(answers):
-            return {"do": "stand in"}
+            return _stand_in(answers)
         return {"do": "rest", "freed": _range(answers), "contexts": any(answer["contexts"] for answer in answers)}
     if any(answer["step"] == "contexts" for answer in answers):
         wants = ranks_text([rank for rank, answer in enumerate(answers) if answer["wants"] == "armed"])
@@ -283,6 +285,11 @@ def _unmatched(answers: Answers) -> dict[int, str]:
 def _one_stand_in(answers: Answers) -> bool:
     """Return whether all ranks have the same Gloo for WORLD, or need none."""
     return len({answer["stand-in"] for answer in answers}) == 1 and answers[0]["stand-in"] != "none"
+
+
+def _stand_in(answers: Answers) -> Verdict:
+    """Returns "lazily": whether two ranks connect only when they talk, since not all have room for all connections."""
+    return {"do": "stand in", "lazily": any(answer["narrow"] for answer in answers)}
 
 
 def _range(answers: Answers) -> list[int] | None:

@@ -111,8 +111,8 @@ def rebuild_xccl(blueprint: Blueprint, store: Store, timeout: timedelta) -> Back
 
 
 def rebuild_gloo(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:
-    """Build Gloo from the options that the old backend had. It waits for the other members."""
-    return backends.new_gloo(store, blueprint.rank, blueprint.size, blueprint.options, timeout)
+    """Build Gloo from the options that the old backend had. It waits for others as long as the store does."""
+    return backends.new_gloo(store, blueprint.rank, blueprint.size, blueprint.options)
 
 
 def rebuild_plugin(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:

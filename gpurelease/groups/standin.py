@@ -22,10 +22,9 @@ OWN_GLOO = "WORLD's own"
 class StandIn:
     """A Gloo backend, kept for many scopes.
 
-    It connects every rank to every other, once. Gloo can also connect two ranks when they first talk, which would
-    cost nothing where nobody talks; but then, in every torch of today, a collective to which one rank does not come
-    can wait far longer than its time-out (gloo 520), and a body that raises on one rank is just that. Very large
-    worlds can have it with ``TORCH_GLOO_LAZY_INIT=1``.
+    It connects every rank to every other, once; or, in a large world, and where there are not enough file descriptors,
+    two ranks when they first talk. That costs next to nothing at any size. But then ``isend`` too waits until the other
+    rank talks to this one, which it does not on NCCL or a Gloo that is connected. So it is not the rule.
 
     Args:
         gloo: The backend.
@@ -93,7 +92,14 @@ class Absence:
 
 
 def build_stand_in(
-    world: ProcessGroup, prefix: str, client: Store, timeout: timedelta, limit: timedelta, made: Callable[[Any], None]
+    world: ProcessGroup,
+    prefix: str,
+    client: Store,
+    timeout: timedelta,
+    limit: timedelta,
+    made: Callable[[Any], None],
+    *,
+    lazily: bool,
 ) -> StandIn:
     """Build a Gloo backend for WORLD. All ranks must call.
 
@@ -104,9 +110,10 @@ def build_stand_in(
         timeout: Time-out of its collectives.
         limit: Longest wait for the other ranks here.
         made: Told of the store that is waited on, so that the wait can be called off.
+        lazily: Whether two ranks are to connect only when they talk.
     """
     meeting = stores.meeting(prefix, stores.base_of(books.store_of(world)), stores.base_of(client))
     made(meeting)
-    gloo = backends.new_default_gloo(meeting, world.rank(), world.size(), timeout, limit)
+    gloo = backends.new_default_gloo(meeting, world.rank(), world.size(), timeout, limit, lazily=lazily)
     meeting.settle()
     return StandIn(gloo, prefix, meeting)

@@ -22,6 +22,7 @@ class Aim:
         report: Where to write what becomes of each group, and what it takes.
         plan: What this rank would release.
         problem: Why this rank cannot go on, or the empty string.
+        narrow: Whether a Gloo for WORLD must not connect this rank to every other.
         contexts: Whether there is an ``also=`` to enter once the world is released.
         context: What an ``also=`` context has raised, or the empty string.
         step: What was done before, by the caller.
@@ -34,6 +35,7 @@ class Aim:
     report: Report
     plan: Plan = field(default_factory=Plan)
     problem: str = ""
+    narrow: bool = False
     contexts: bool = False
     context: str = ""
     step: str = ""

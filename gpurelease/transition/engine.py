@@ -62,8 +62,8 @@ class Engine:
             RestoreFailed: The world is RELEASED on this rank.
         """
         self._world.settled = False
-        if self._own is not None and self._aim.wants is Phase.RELEASED and self._stand_in(as_decided=True) == "none":
-            self._aim.problem = self._aim.problem or gloo.why_no_room(gloo.needed(self._own.group))
+        if self._aim.wants is Phase.RELEASED and self._stand_in(as_decided=True) == "none":
+            self._see_what_fits()
         with devices.on_device(self._aim.device):
             pool = self._threads()
             try:
@@ -202,6 +202,7 @@ class Engine:
             "problem": aim.problem,
             "step": aim.step,
             "stand-in": self._stand_in(as_decided="as in" in what),
+            "narrow": aim.narrow,
             "held by": world.strategy.name,
             "contexts": aim.contexts,
             "context": aim.context,
@@ -232,6 +233,13 @@ class Engine:
             "unmatched": aim.plan.unmatched,
             "world": "" if self._own is None else self._own.key,
         }
+
+    def _see_what_fits(self) -> None:
+        """See what kind of Gloo this rank has room for."""
+        group, aim = self._world.group, self._aim
+        if group is not None and (self._own is not None or self._world.is_released):
+            aim.narrow = bool(gloo.why_not_to_all(group))
+            aim.problem = aim.problem or (gloo.why_no_room(group) if aim.narrow else "")
 
     def _stand_in(self, *, as_decided: bool) -> str:
         """Return what tells the Gloo that this rank has for WORLD from others; "none": it has none; "": it needs none.

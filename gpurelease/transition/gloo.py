@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,25 +24,42 @@ except ImportError:  # on Windows
 logger = logging.getLogger(__name__)
 
 
-GLOO_TAKES = 5  # file descriptors, beside a connection to every rank (3, counted at 4 to 64 ranks)
+TO_ALL_UP_TO = (
+    256  # ranks: each reads 8 bytes for every two of them from the store, that is 134 MB then, 8.6 GB at 1,024
+)
+GLOO_TAKES = 5  # file descriptors, beside its connections (3, counted at 4 to 64 ranks)
 WE_TAKE = 3  # until it is built (1, counted: our own client of the store; on rank 0 for a while another one)
 
 
-def needed(world: ProcessGroup) -> int:
+def why_not_to_all(world: ProcessGroup) -> str:
+    """Return why a Gloo for WORLD must not connect this rank to every other, or the empty string."""
+    if world.size() > TO_ALL_UP_TO:
+        return f"WORLD has more than {TO_ALL_UP_TO} ranks"
+    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
+        return "TORCH_GLOO_LAZY_INIT is set"
+    return _why_no_room(_needed(world, connections=world.size()))
+
+
+def why_no_room(world: ProcessGroup) -> str:
+    """Return why this rank cannot open what a Gloo that connects two ranks when they talk takes, or the empty string.
+
+    That leaves it room to talk: a barrier takes two connections for each doubling of the number of ranks.
+    """
+    return _why_no_room(_needed(world, connections=min(world.size(), 2 * (world.size() - 1).bit_length())))
+
+
+def _needed(world: ProcessGroup, connections: int) -> int:
     """Return how many file descriptors a first scope takes on this rank: rank 0 hosts the store, and so all clients."""
     clients = world.size() if world.rank() == 0 else 0
-    return world.size() + GLOO_TAKES + WE_TAKE + clients
+    return connections + GLOO_TAKES + WE_TAKE + clients
 
 
-def why_no_room(takes: int) -> str:
-    """Return why this process cannot open what a Gloo for WORLD takes, or the empty string if it can.
+def _why_no_room(takes: int) -> str:
+    """Return why this process cannot open so many file descriptors.
 
     Gloo itself raises if there is no room at all, and ends the process if there is a little (2.11 to 2.15).
-
-    Args:
-        takes: How many file descriptors that is.
     """
-    if resource is None or os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
+    if resource is None:
         return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -56,13 +74,14 @@ def why_no_room(takes: int) -> str:
     )
 
 
-def build(world: World, number: int, means: Means) -> Job:
+def build(world: World, number: int, means: Means, *, lazily: bool) -> Job:
     """Build one. All ranks must call.
 
     Args:
         world: Where this rank stands.
         number: Number of the roll call whose verdict asks for it.
         means: What to work with.
+        lazily: Whether two ranks are to connect only when they talk.
 
     Returns:
         The job, whose result is a :class:`StandIn`.
@@ -74,14 +93,14 @@ def build(world: World, number: int, means: Means) -> Job:
     met_on: list[Any] = []
 
     def build_it(token: Token) -> StandIn:
-        if why := why_no_room(group.size() + GLOO_TAKES):
+        if not lazily and (why := _why_no_room(group.size() + GLOO_TAKES)):
             raise OSError(why)
 
         def made(meeting: Any) -> None:
             met_on.append(meeting)
             token.on_giving_up(meeting.call_off)
 
-        return build_stand_in(group, prefix, means.client, timeout, means.limit, made)
+        return build_stand_in(group, prefix, means.client, timeout, means.limit, made, lazily=lazily)
 
     job = Job(build_it)
     means.pool.run([job], means.patience())
@@ -90,12 +109,21 @@ def build(world: World, number: int, means: Means) -> Job:
     return job
 
 
-def drop(world: World) -> StandIn | None:
-    """Let go of the one that there is, and return it. For a commit."""
+def drop(world: World) -> list[StandIn]:
+    """Let go of the one that there is, if any, and return it. For a commit."""
     dropped, world.stand_in, world.doubts = world.stand_in, None, False
     if dropped is not None and dropped.met_on is not None:
         world.obsolete.append(dropped.met_on)
-    return dropped
+    return [] if dropped is None else [dropped]
+
+
+def end(dropped: list[StandIn]) -> None:
+    """Have those in the list end, in a thread that nobody waits for: they wait for what was left in its middle."""
+    if dropped:
+        try:
+            threading.Thread(target=dropped.clear, name="gpurelease-gloo-ends", daemon=True).start()
+        except RuntimeError:  # there can be no more threads
+            dropped.clear()
 
 
 def warn_of(world: World, made: Sequence[ProcessGroup]) -> None:

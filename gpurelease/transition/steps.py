@@ -54,6 +54,7 @@ class Steps:
         self._half_back: list[Releasable] = []  # what restoring was tried of, and is not on the tables yet
         self._has_acted = False
         self._old: list[Any] = []  # what was on tables: other threads may just be reading it there
+        self._dropped: list[StandIn] = []
         self._meanwhile: Meanwhile | None = None
 
     def do(self, verdict: Verdict, number: int, meanwhile: Meanwhile) -> Said:
@@ -88,6 +89,7 @@ class Steps:
         """End what nobody has got to see: what was built, or resumed on some ranks only."""
         if self._half_back:
             self._give_up()
+        gloo.end(self._dropped)
 
     def let_go(self) -> None:
         """End what was built, in a thread that nobody waits for: nobody else knows of it."""
@@ -107,6 +109,7 @@ class Steps:
             aim.report.transitions.append(aim.transition)
             logger.info("rank %d %s", world.rank, aim.transition)
         self._old.clear()
+        gloo.end(self._dropped)
         world.outdate(set())
         self._passage.may_take(self._timeout)
         try:
@@ -122,11 +125,11 @@ class Steps:
         """Have a Gloo for WORLD, that all ranks build together; if another one stands in, this one takes over."""
         world = self._world
         with self._aim.transition.step("stand-in"):
-            job = gloo.build(world, number, self._means())
+            job = gloo.build(world, number, self._means(), lazily=verdict["lazily"])
         if job.error is not None:
             return _said([problem("Gloo could not be built to stand in for WORLD", job.error)])
         with self._passage.commit():
-            self._old.append(gloo.drop(world))
+            self._dropped += gloo.drop(world)
             world.stand_in = job.result
             own = world.releasable()
             if world.absence is not None:
@@ -254,7 +257,7 @@ class Steps:
             self._old += world.released
             world.released = []
             if verdict["doubts"]:
-                self._old.append(gloo.drop(world))
+                self._dropped += gloo.drop(world)
         self._aim.transition.groups = len(ready)
         return {}
 

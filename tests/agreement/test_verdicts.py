@@ -55,7 +55,8 @@ def as_in(number, **more):
 
 def test_what_has_not_changed_is_decided_as_before():
     assert verdict(as_in(7), as_in(7, contexts=True)) == {"do": "release", "as in": 7, "contexts": True}
-    assert verdict(as_in(7), as_in(7, **{"stand-in": "none"})) == {"do": "stand in"}
+    assert verdict(as_in(7), as_in(7, **{"stand-in": "none"})) == {"do": "stand in", "lazily": False}
+    assert verdict(as_in(7, narrow=True), as_in(7, **{"stand-in": "none"})) == {"do": "stand in", "lazily": True}
     assert verdict(as_in(7), as_in(7, problem="no"))["failures"] == {1: "no"}
 
 

@@ -135,7 +135,9 @@ class Episode:
         """Make, destroy or change a group."""
         if isinstance(event, NewGroup):
             if event.inside:  # it is its maker's own, and of no more interest
-                dist.destroy_process_group(dist.new_group(list(range(self.size)), backend="gloo"))
+                made = dist.new_group(list(range(self.size)), backend="gloo")
+                self.meet()  # torch lets one rank destroy it while another is connecting to it
+                dist.destroy_process_group(made)
             else:
                 self.make(event.members)
             return
@@ -174,6 +176,8 @@ class Episode:
         self.check_error(trouble, error)
         expect(took < 4 * event.timeout + 8, "it took", took, "s")
         if trouble and trouble.what == "dies":
+            if trouble.rank == self.rank:  # a scope can be left before it is time
+                time.sleep(PATIENT)
             self.without(trouble.rank)
             return
         if trouble is None or not trouble.is_in_vain:
