@@ -6,7 +6,7 @@
 
 The package, from the outside in, each room above what it uses:
 
-* the public face: ``api`` and ``decorator`` (what users write), ``errors``, ``options``, ``report``;
+* the public face: ``api`` and ``sleep`` (what users write), ``errors``, ``options``, ``report``;
 * ``scopes/``: what one of several open scopes does, and when;
 * ``transition/``: the way of all ranks from one state to the other, as each of them goes it;
 * ``strategies/``: how communicators give their memory back and take it again; ``groups/``: what is released, what
@@ -21,12 +21,10 @@ from gpurelease.api import (
     current_report,
     is_released,
     release_depth,
-    release_world,
     released_world,
-    restore_world,
+    releases_world,
     restored_world,
 )
-from gpurelease.decorator import releases_world
 from gpurelease.errors import (
     ContextFailed,
     GpuReleaseError,
@@ -39,6 +37,8 @@ from gpurelease.errors import (
 )
 from gpurelease.groups.blueprint import Blueprint, register_rebuilder
 from gpurelease.report import GroupReport, Report, Transition
+from gpurelease.scopes.scope import Scope
+from gpurelease.sleep import sleep_world, wake_world
 
 __all__ = [
     "Blueprint",
@@ -50,6 +50,7 @@ __all__ = [
     "ReleaseFailed",
     "Report",
     "RestoreFailed",
+    "Scope",
     "ScopeMisuse",
     "Transition",
     "TransitionFailed",
@@ -57,12 +58,17 @@ __all__ = [
     "is_released",
     "register_rebuilder",
     "release_depth",
-    "release_world",
     "released_world",
     "releases_world",
-    "restore_world",
     "restored_world",
+    "sleep_world",
+    "wake_world",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
 
 # Where the package is imported from two places, there is one of everything all the same: one book of scopes, one set of
 # error classes (miles 545: what was installed twice grew with each cycle).

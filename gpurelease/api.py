@@ -1,113 +1,55 @@
-"""The scopes as users write them: context managers, plain and async, and a pair of calls."""
+"""The scopes as users write them: context managers, plain and async, that also decorate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
-from gpurelease.errors import ScopeMisuse
-from gpurelease.options import ScopeOptions
+from gpurelease.options import ScopeOptions, StrategyName
 from gpurelease.report import Report
-from gpurelease.scopes.book import Frame, book, own_of
+from gpurelease.scopes.book import book
 from gpurelease.scopes.contexts import Contexts
-from gpurelease.scopes.driver import drive, drive_async, guarded, guarded_async
-from gpurelease.scopes.leaving import rescue
-from gpurelease.scopes.life import life
+from gpurelease.scopes.decorator import Function
+from gpurelease.scopes.frame import Frame
+from gpurelease.scopes.scope import Scope
 from gpurelease.transition.world import Phase
 
 if TYPE_CHECKING:
     from gpurelease.options import Keep
 
 
-class _Scope:
-    """A scope that can be entered with ``with`` and ``async with``, again and again, also nested in itself."""
-
-    def __init__(self, make_frame: Callable[[], Frame]) -> None:
-        self._make_frame = make_frame
-        self._frames: list[Frame] = []
-        self.report = Report()
-
-    def _enter(self) -> _Scope:
-        frame = self._begin()
-        drive(frame.life)
-        self.report = frame.report
-        frame.is_inside = True  # the last thing: from here on it is left, and no longer taken back
-        return self
-
-    async def _enter_async(self) -> _Scope:
-        frame = self._begin()
-        await drive_async(frame.life)
-        self.report = frame.report
-        frame.is_inside = True
-        return self
-
-    def _exit(
-        self, kind: type[BaseException] | None = None, error: BaseException | None = None, trace: object = None
-    ) -> bool:
-        frame = self._innermost()
-        swallowed = drive(frame.life, error)
-        self._end(frame)
-        return bool(swallowed)
-
-    async def _exit_async(
-        self, kind: type[BaseException] | None = None, error: BaseException | None = None, trace: object = None
-    ) -> bool:
-        frame = self._innermost()
-        swallowed = await drive_async(frame.life, error)
-        self._end(frame)
-        return bool(swallowed)
-
-    def _begin(self) -> Frame:
-        frame = self._make_frame()
-        frame.life = life(book(), frame)
-        self._frames.append(frame)
-        return frame
-
-    def _innermost(self) -> Frame:
-        frame = own_of(self._frames)
-        if frame is None:
-            raise ScopeMisuse(f"{type(self).__name__}() is left, and it is not open")
-        return frame
-
-    def _end(self, frame: Frame) -> None:
-        frame.life = None
-        self._frames = [each for each in self._frames if each is not frame]
-
-    def _rescue(self, error: BaseException, *, entering: bool, may_wait: bool) -> None:
-        """Hear of what comes out of a method, and see that nothing stays half open."""
-        frame = own_of([frame for frame in self._frames if not (entering and frame.is_inside)])
-        if frame is not None:
-            rescue(book(), frame, error, may_wait=may_wait)
-            self._end(frame)
-
-    if TYPE_CHECKING:
-
-        def __enter__(self) -> _Scope: ...
-        def __exit__(
-            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None: ...
-        async def __aenter__(self) -> _Scope: ...
-        async def __aexit__(
-            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None: ...
-    else:
-        __enter__ = guarded(_enter, partial(_rescue, entering=True, may_wait=True))
-        __exit__ = guarded(_exit, partial(_rescue, entering=False, may_wait=True))
-        __aenter__ = guarded_async(_enter_async, partial(_rescue, entering=True, may_wait=False))
-        __aexit__ = guarded_async(_exit_async, partial(_rescue, entering=False, may_wait=False))
+@overload
+def released_world(function: Function, /) -> Function: ...
 
 
-class released_world(_Scope):
-    """Release the communicators of all groups for the length of a ``with`` block.
+@overload
+def released_world(
+    *,
+    strategy: StrategyName = "rebuild",
+    keep: Keep = (),
+    backends: str | Iterable[str] | None = None,
+    timeout: float | timedelta | None = None,
+    also: Iterable[Any] = (),
+) -> Scope: ...
+
+
+def released_world(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    strategy: StrategyName = "rebuild",
+    keep: Keep = (),
+    backends: str | Iterable[str] | None = None,
+    timeout: float | timedelta | None = None,
+    also: Iterable[Any] = (),
+) -> Any:
+    """Release the communicators of all groups for the length of a ``with`` block, or of each call of a function.
 
     Inside, every NCCL group is an empty shell that refuses collectives, and its device memory is free; WORLD runs on
     Gloo: object collectives, barriers, CPU collectives and ``new_group()`` work. Afterwards every group works again,
     and is the same object as before, wherever it is held. Also works with ``async with``; also functions as a
-    decorator under the name :func:`releases_world`.
+    decorator, with and without parentheses, as :func:`releases_world` does.
 
     All ranks of WORLD must enter and leave, from any one thread each; a rank that does not come is named by an error
     on all others after ``timeout``. Scopes that only want the world released may overlap in any way, of blocks, tasks
@@ -120,6 +62,7 @@ class released_world(_Scope):
     on at once: nothing is rebuilt, and the other ranks are told.
 
     Args:
+        function: The function, if this is a decorator written without parentheses.
         strategy: How groups are released. ``"rebuild"`` shuts their communicators down and makes new ones, with the
             same options, at the end: it gives back everything. ``"suspend"`` keeps them and has NCCL give back what it
             can of their memory (torch 2.12, NCCL 2.29.7 and up), which takes less time. ``"auto"`` suspends if all
@@ -131,19 +74,20 @@ class released_world(_Scope):
         timeout: Longest wait for other ranks, in seconds or as a timedelta; by default WORLD's own time-out. It bounds
             waiting for ranks that do not come, and steps in which no rank gets on: not work that goes on.
         also: Context managers, or functions that return one, that are entered once the world is released and left
-            before it is restored, also in the middle, by :class:`restored_world`: memory savers, offloading. Functions
+            before it is restored, also in the middle, by :func:`restored_world`: memory savers, offloading. Functions
             are called anew for each entry. In ``async with`` they may be asynchronous. If one raises on entry, the
             scope is entered on no rank. They cannot open or close scopes themselves.
 
-    Yields:
-        The scope; its ``report`` says what became of each group, and what it took and gave.
+    Returns:
+        A :class:`Scope`, which the block yields too; its ``report`` says what became of each group, and what it took
+        and gave. Or the decorated function, with its name, signature and docs.
 
     Raises:
         InvalidOption: An argument can never work.
         NotBuilt: On entry: the C++ extension is missing, or was built for another torch.
-        ScopeMisuse: On entry: the scope contradicts those that are open.
+        ScopeMisuse: On entry: the scope contradicts those that are open. At decoration: see :func:`releases_world`.
         ReleaseFailed: On entry, on all ranks. The world is as it was.
-        RestoreFailed: On all ranks. The world is still released; :func:`restore_world`, or the next scope to which all
+        RestoreFailed: On all ranks. The world is still released; :func:`wake_world`, or the next scope to which all
             come, brings all ranks to one state.
         ContextFailed: On exit, where nothing else was raised: an ``also=`` context raised on another rank. The world is
             restored.
@@ -153,36 +97,102 @@ class released_world(_Scope):
         ...     samples = engine.generate(prompts)
         >>> print(scope.report)
         released 18 process groups in 0.050 s (...), freed 7.81 GiB of device memory (...); restored 18 ...
+        >>> @released_world
+        ... def rollout(prompts):
+        ...     return engine.generate(prompts)
     """
-
-    def __init__(
-        self,
-        *,
-        strategy: str = "rebuild",
-        keep: Keep = (),
-        backends: str | Iterable[str] | None = None,
-        timeout: float | timedelta | None = None,
-        also: Iterable[Any] = (),
-    ) -> None:
-        options, items = ScopeOptions.check(strategy, keep, backends, timeout), tuple(also)
-        Contexts(items)  # a bad item is told where it is written
-        super().__init__(lambda: Frame(Phase.RELEASED, "released_world()", options, Contexts(items)))
+    scope = _released("released_world", strategy, keep, backends, timeout, also)
+    return scope if function is None else scope(function)
 
 
-class restored_world(_Scope):
+@overload
+def releases_world(function: Function, /) -> Function: ...
+
+
+@overload
+def releases_world(
+    *,
+    strategy: StrategyName = "rebuild",
+    keep: Keep = (),
+    backends: str | Iterable[str] | None = None,
+    timeout: float | timedelta | None = None,
+    also: Iterable[Any] = (),
+) -> Callable[[Function], Function]: ...
+
+
+def releases_world(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Run every call of a function inside a scope of its own, as if in ``with released_world(...)``.
+
+    With and without parentheses, on functions, methods and ``async def``. The scope of an ``async def`` is held
+    until its last ``await`` is done. All ranks of WORLD must call the function; a decorated function that calls
+    itself, or another decorated one, releases once.
+
+    Args:
+        function: The function, if the decorator is written without parentheses.
+        **options: Those of :func:`released_world`. In ``also=`` give functions that return a context manager,
+            where a context manager can be entered only once.
+
+    Returns:
+        The function, with its name, signature and docs.
+
+    Raises:
+        ScopeMisuse: At decoration: the function is a generator, a class, or nothing that can be called. At a call: a
+            plain function returned a coroutine, a task, a future, or a generator, that would run after the scope is
+            over.
+
+    Example:
+        >>> @releases_world
+        ... def rollout(prompts):
+        ...     return engine.generate(prompts)
+        >>> @releases_world(keep=("weight_sync",))
+        ... async def rollout(prompts):
+        ...     return await engine.generate(prompts)
+    """
+    decorator = _released("releases_world", **options).__call__
+    return decorator if function is None else decorator(function)
+
+
+def _released(
+    name: str,
+    strategy: str = "rebuild",
+    keep: Keep = (),
+    backends: str | Iterable[str] | None = None,
+    timeout: float | timedelta | None = None,
+    also: Iterable[Any] = (),
+) -> Scope:
+    """Return a scope of :func:`released_world`. What can never work is told here, where it is written."""
+    options, items = ScopeOptions.check(strategy, keep, backends, timeout), tuple(also)
+    Contexts(items)
+    return Scope(lambda spelled: Frame(Phase.RELEASED, spelled, options, Contexts(items)), name)
+
+
+@overload
+def restored_world(function: Function, /) -> Function: ...
+
+
+@overload
+def restored_world() -> Scope: ...
+
+
+def restored_world(function: Callable[..., Any] | None = None, /) -> Any:
     """Restore the world for the length of a ``with`` block inside a released scope, for weight sync in mid-rollout.
 
     At the end of the block the world is released again, with the options of the scope around it. Contexts in ``also=``
     of the scopes around are left before, and entered again after it. Where the world is not released, nothing is done.
-    All ranks of WORLD must enter and leave. Also works with ``async with``.
+    All ranks of WORLD must enter and leave. Also works with ``async with``; also functions as a decorator, with and
+    without parentheses.
 
-    Yields:
-        The scope; its ``report`` says what was done.
+    Args:
+        function: The function, if this is a decorator written without parentheses.
+
+    Returns:
+        A :class:`Scope`, which the block yields too; its ``report`` says what was done. Or the decorated function.
 
     Raises:
         RestoreFailed: On entry, on all ranks. The world is still released.
         ReleaseFailed: On exit, on all ranks. The world is restored.
-        ScopeMisuse: On entry: another task or thread is inside a scope that wants the world released.
+        ScopeMisuse: On entry: another task or thread is inside a scope that wants the world released. At decoration:
+            see :func:`releases_world`.
 
     Example:
         >>> with released_world():
@@ -191,59 +201,8 @@ class restored_world(_Scope):
         ...         broadcast_weights(model, engine)
         ...     samples += engine.generate(more_prompts)
     """
-
-    def __init__(self) -> None:
-        super().__init__(lambda: Frame(Phase.ARMED, "restored_world()", ScopeOptions()))
-
-
-def release_world(
-    *,
-    strategy: str = "rebuild",
-    keep: Keep = (),
-    backends: str | Iterable[str] | None = None,
-    timeout: float | timedelta | None = None,
-) -> Report:
-    """Release the world until :func:`restore_world`, for sleep and wake-up calls that come apart (a Ray actor's).
-
-    Where release and restore are in one function, ``with released_world():`` is safer. Takes its options (but
-    ``also=``) and raises its errors. All ranks of WORLD must call; the thread that calls :func:`restore_world` may be
-    another one.
-
-    Returns:
-        What was done. :func:`restore_world` adds to it.
-    """
-    options = ScopeOptions.check(strategy, keep, backends, timeout)
-    frame = Frame(Phase.RELEASED, "release_world()", options, is_split=True)
-    _call(frame)
-    return frame.report
-
-
-def restore_world(*, timeout: float | timedelta | None = None) -> Report:
-    """Restore the world that :func:`release_world` released, or try again after :class:`RestoreFailed`.
-
-    All ranks of WORLD must call, from any thread. While other scopes want the world released it stays so, and the last
-    of them restores it.
-
-    Args:
-        timeout: Longest wait for other ranks, in seconds or as a timedelta; by default what the world was released
-            with.
-
-    Returns:
-        What was done, with what :func:`release_world` did.
-
-    Raises:
-        ScopeMisuse: No call of ``release_world()`` is to be closed, and nothing has failed.
-        RestoreFailed: On all ranks. The world is still released.
-    """
-    given = ScopeOptions.check("rebuild", (), None, timeout)
-    frame = book().split_frame()
-    if frame is None:
-        return _restore_again(given)
-    book().refuse_inside(frame)
-    if given.timeout is not None:
-        frame.options = replace(frame.options, timeout=given.timeout)
-    _call(frame)
-    return frame.report
+    scope = Scope(lambda spelled: Frame(Phase.ARMED, spelled, ScopeOptions()), "restored_world")
+    return scope if function is None else scope(function)
 
 
 def is_released() -> bool:
@@ -262,33 +221,3 @@ def current_report() -> Report | None:
     What is done later, such as the restore, is added to the same object. Any thread of any rank may ask.
     """
     return book().report()
-
-
-def _restore_again(given: ScopeOptions) -> Report:
-    """Bring all ranks to one state, after a failure that has left the world released, or with no scope open."""
-    innermost = book().innermost()
-    if innermost is not None:
-        raise ScopeMisuse(
-            f"restore_world() closes what release_world() opened, and the innermost open scope is {innermost}, which "
-            "is restored when it is left. To use the groups inside it, write `with restored_world():`"
-        )
-    frame = Frame(Phase.ARMED, "restore_world()", given, is_split=True)
-    if not book().why_no_effect():
-        world = book().current_world()
-        if world.settled and not world.is_released:
-            raise ScopeMisuse("restore_world() was called, and the world is not released: call release_world() first")
-    _call(frame)  # opens it
-    _call(frame)
-    return frame.report
-
-
-def _open_or_close(frame: Frame) -> None:
-    if frame.is_inside:
-        drive(frame.life)
-        return
-    frame.life = life(book(), frame)
-    drive(frame.life)
-    frame.is_inside = True
-
-
-_call = guarded(_open_or_close, lambda frame, error: rescue(book(), frame, error, may_wait=True))

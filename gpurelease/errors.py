@@ -75,12 +75,12 @@ class ReleaseFailed(TransitionFailed):
 class RestoreFailed(TransitionFailed):
     """The world is released on this rank, with Gloo standing in, and could not be brought back, or not be entered.
 
-    Call :func:`gpurelease.restore_world` on all ranks to try again, or enter the next scope: whatever step a rank was
+    Call :func:`gpurelease.wake_world` on all ranks to try again, or enter the next scope: whatever step a rank was
     at when it was interrupted, late or away, it is brought to where the others are. Only a rank that has died stays
     away: without it the others can do no more than call ``destroy_process_group()`` and make a new world.
     """
 
-    state = "It is still released, with Gloo standing in; restore_world() on all ranks tries again."
+    state = "It is still released, with Gloo standing in; wake_world() on all ranks tries again."
 
     def _if_dead(self) -> str:
         if not self.missing:

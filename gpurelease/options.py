@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from gpurelease.errors import InvalidOption
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     Keep: TypeAlias = ProcessGroup | str | Iterable[ProcessGroup | str] | Callable[[ProcessGroup], bool]
 
-STRATEGIES = ("rebuild", "suspend", "auto")
+StrategyName: TypeAlias = Literal["rebuild", "suspend", "auto"]
+STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 
 THREADS = 8  # more gain little where ranks share cores (64 groups, 30 ms each: 8 take 0.38 s, 16 0.28, 64 0.31)
 SHORTEST = 0.001  # seconds: stores count in milliseconds, and take none for "without end"
@@ -55,12 +56,14 @@ class ScopeOptions:
         keep: Handles and names of groups, or one predicate on a group, that are left alone.
         backends: Names of the backends to release, or None for all that serve an accelerator.
         timeout: Longest wait for other ranks, in seconds, or None for WORLD's own time-out.
+        spelled: What the user wrote to give them.
     """
 
     strategy: str = "rebuild"
     keep: tuple[Any, ...] | Callable[[ProcessGroup], bool] = ()
     backends: tuple[str, ...] | None = None
     timeout: float | None = None
+    spelled: str = field(default="released_world()", compare=False)
 
     @classmethod
     def check(

@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+Kind: TypeAlias = Literal["release", "restore"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Transition:
         freed_bytes_over_ranks: The least and the most of them over all ranks that have a device, or None.
     """
 
-    kind: str
+    kind: Kind
     groups: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     freed_bytes: int | None = None
@@ -117,7 +120,7 @@ class Report:
         """The groups that were left alone, each with the reason."""
         return [group for group in self.groups if not group.released]
 
-    def seconds(self, kind: str) -> float:
+    def seconds(self, kind: Kind) -> float:
         """Return the seconds that all transitions of a kind took together: "release" or "restore"."""
         return sum(transition.total_seconds for transition in self.transitions if transition.kind == kind)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from gpurelease import release_world, released_world, restore_world, restored_world
+from gpurelease import released_world, restored_world, sleep_world, wake_world
 from tests.ranks import descriptors, threads
 
 
@@ -38,9 +38,9 @@ def one_cycle(number: int, options: dict[str, Any], use: Callable[..., None], gr
         except ZeroDivisionError:
             pass
     elif kind == 2:
-        release_world(**options)
+        sleep_world(**options)
         dist.barrier()
-        restore_world()
+        wake_world()
     elif kind == 3:
         with released_world(**options):
             groups.append(dist.new_group(everybody))

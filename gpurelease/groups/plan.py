@@ -77,7 +77,8 @@ def plan(world: ProcessGroup, options: ScopeOptions, made_while_released: Collec
         if reason:
             plan.kept.append(_describe(group, reason))
         else:
-            plan.candidates.append(Releasable(group, rows, may_suspend=options.strategy != "rebuild"))
+            may_suspend = options.strategy != "rebuild"
+            plan.candidates.append(Releasable(group, rows, may_suspend=may_suspend, spelled=options.spelled))
     plan.candidates.sort(key=lambda candidate: candidate.order)
     unlisted = (group for group in books.unlisted_groups(world) if _rows_to_release(group, options))
     plan.kept += map(_describe_unlisted, unlisted)
@@ -94,7 +95,11 @@ def taken_by_others(keys: Collection[str], options: ScopeOptions) -> list[Releas
         options: With what they were released there.
     """
     ours = ((group, _rows_to_release(group, options)) for group in books.groups())
-    found = [Releasable(group, rows, may_suspend=False) for group, rows in ours if rows and key_of(group) in keys]
+    found = [
+        Releasable(group, rows, may_suspend=False, spelled=options.spelled)
+        for group, rows in ours
+        if rows and key_of(group) in keys
+    ]
     return sorted(found, key=lambda releasable: releasable.order)
 
 

@@ -34,6 +34,7 @@ class Releasable:
         group: The group.
         rows: What is to be released: by name of the backend, its rows of the group's table.
         may_suspend: Whether NCCL is to be asked what can be suspended.
+        spelled: What the user wrote to release it, for collectives that are refused.
 
     Attributes:
         group: The group.
@@ -47,8 +48,11 @@ class Releasable:
         met_on: What its new backends were built on.
     """
 
-    def __init__(self, group: ProcessGroup, rows: Mapping[str, Sequence[Row]], *, may_suspend: bool) -> None:
+    def __init__(
+        self, group: ProcessGroup, rows: Mapping[str, Sequence[Row]], *, may_suspend: bool, spelled: str
+    ) -> None:
         self.group = group
+        self._spelled = spelled
         self._name, ranks = books.name_of(group), books.ranks_of(group)
         self.key = key_of(group)
         self.order = order_of(self._name, ranks)
@@ -188,10 +192,7 @@ class Releasable:
             kind=type(inner),
             wrapped=inner is not backend,
         )
-        refusal = (
-            f"{name!r} of {self} is released by gpurelease: use the group after the released_world() scope, or "
-            "inside restored_world(). It"
-        )
+        refusal = f"{name!r} of {self} is released by gpurelease's {_how_to_use_it(self._spelled)}. It"
         options = torch_backends.copy_of_options(torch_backends.options_of(inner), self._ranks)
         shell, settings = tables.make_shell(inner, refusal, options), nccl.settings_of(inner)
         if settings is not None:
@@ -217,6 +218,14 @@ def order_of(name: str, ranks: Sequence[int]) -> tuple[Any, ...]:
         return (0, int(name))
     shape = [rank - ranks[0] for rank in ranks]
     return (1, len(ranks), shape, hashlib.sha256(name.encode()).hexdigest())
+
+
+def _how_to_use_it(spelled: str) -> str:
+    """Return what the user wrote to release a group, and what to do to use it all the same."""
+    if spelled == "sleep_world()":
+        return f"{spelled}: call wake_world() on all ranks, or use the group inside `with restored_world():`"
+    after = "that call" if spelled.startswith("@") else "that block"
+    return f"{spelled}: use the group after {after}, or inside `with restored_world():`"
 
 
 def _device_of(

@@ -7,7 +7,6 @@ where others want the world released, it is refused when it is entered.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
@@ -15,8 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -24,55 +22,13 @@ from torch.distributed import ProcessGroup
 from gpurelease.errors import ScopeMisuse
 from gpurelease.options import ScopeOptions, disabled
 from gpurelease.report import Report
-from gpurelease.scopes.contexts import Contexts
+from gpurelease.scopes.frame import Frame, whoami
 from gpurelease.torch_internals import books
 from gpurelease.torch_internals.extension import extension
 from gpurelease.transition.passage import Passage
 from gpurelease.transition.world import Phase, World
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Frame:
-    """One open scope.
-
-    Attributes:
-        wants: The state of the world that it stands for.
-        spelled: What the user wrote to open it.
-        options: Its options.
-        contexts: Those of its ``also=``.
-        world: The WORLD that it is about, or None if it can have no effect.
-        report: What it did.
-        is_split: Whether it was opened by a call, and belongs to no thread or task.
-        is_inside: Whether its entry is over.
-        is_entering: Whether other ranks count on this one to come to a roll call, or to say that it does not.
-        is_told: Whether they were told.
-        passage: The last transition that was made for it.
-        is_over: Whether all that it had to do is done.
-        life: What it does, stopped where its body runs.
-        opener: The thread, and the asyncio task if there is one, that opened it.
-        pid: The process that it was opened in: a child that is forked inside it is none of its business.
-    """
-
-    wants: Phase
-    spelled: str
-    options: ScopeOptions
-    contexts: Contexts = field(default_factory=Contexts)
-    world: World | None = None
-    report: Report = field(default_factory=Report)
-    is_split: bool = False
-    is_inside: bool = False
-    is_entering: bool = False
-    is_told: bool = False
-    passage: Passage | None = None
-    is_over: bool = False
-    life: Any = None  # a Life
-    pid: int = field(default_factory=os.getpid)
-    opener: str = field(default_factory=lambda: whoami())
-
-    def __str__(self) -> str:
-        return f"{self.spelled} (opened by {self.opener})"
 
 
 class Book:
@@ -107,9 +63,25 @@ class Book:
         world = self._known_world()
         return world.report if world is not None and self.frames_of(world) else None
 
-    def split_frame(self) -> Frame | None:
-        """Return the last open scope that was opened by a call."""
-        return next((frame for frame in reversed(self._frames) if frame.is_split), None)
+    def split_frames(self) -> list[Frame]:
+        """Return the scopes that sleep_world() has opened, the last first."""
+        return [frame for frame in reversed(self._frames) if frame.is_split and frame.is_inside]
+
+    def asleep(self) -> Frame | None:
+        """Return the scope by which sleep_world() has put the current WORLD to sleep, if it sleeps on.
+
+        In a ``restored_world()`` inside it does not.
+        """
+        has_effect = not self.why_no_effect()
+        world = self._known_world() if has_effect else None
+        if has_effect and world is None:
+            return None
+        for frame in reversed(self._frames):
+            if frame.world is world and frame.wants is Phase.ARMED:
+                return None
+            if frame.world is world and frame.is_split:
+                return frame
+        return None
 
     def innermost(self) -> Frame | None:
         """Return the scope that was opened last."""
@@ -142,7 +114,7 @@ class Book:
         for frame in reversed(self.frames_of(world)):
             if frame.wants is Phase.ARMED:
                 break
-            options = frame.options
+            options = replace(frame.options, spelled=frame.spelled)
         return options
 
     def current_world(self) -> World:
@@ -259,15 +231,6 @@ def in_contexts_of(frame: Frame) -> Iterator[None]:
     finally:
         frame.contexts.are_moving = False
         _in_contexts.reset(token)
-
-
-def whoami() -> str:
-    """Return the thread, and the asyncio task if there is one, that asks."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
-    return f"thread {threading.current_thread().name!r}" + (f", task {task.get_name()!r}" if task else "")
 
 
 _chain: ContextVar[tuple[Frame, ...]] = ContextVar("gpurelease_scopes_around", default=())

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from gpurelease.agreement.waiting import NotAllCame
-from gpurelease.scopes.book import Book, Frame
+from gpurelease.scopes.book import Book
 from gpurelease.scopes.driver import drive
+from gpurelease.scopes.frame import Frame
 from gpurelease.transition.passage import Passage
 from gpurelease.transition.world import World
 

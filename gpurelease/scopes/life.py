@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from gpurelease.errors import ContextFailed, TransitionFailed, ranks_text
-from gpurelease.scopes.book import Book, Frame, in_contexts_of
+from gpurelease.scopes.book import Book, in_contexts_of
 from gpurelease.scopes.driver import Life
+from gpurelease.scopes.frame import Frame
 from gpurelease.scopes.leaving import Interrupted, abandon, is_interrupt
 from gpurelease.scopes.nesting import check
 from gpurelease.scopes.reaching import reach

@@ -5,7 +5,8 @@ from __future__ import annotations
 from gpurelease.errors import ScopeMisuse
 from gpurelease.groups.plan import keeps
 from gpurelease.options import ScopeOptions
-from gpurelease.scopes.book import Frame, others_than_around
+from gpurelease.scopes.book import others_than_around
+from gpurelease.scopes.frame import Frame
 from gpurelease.transition.world import Phase, World
 
 

@@ -13,8 +13,9 @@ from gpurelease.agreement.rollcall import store_is_silent
 from gpurelease.agreement.waiting import NotAllCame
 from gpurelease.errors import ReleaseFailed, TransitionFailed
 from gpurelease.groups.plan import Plan, plan, why_not_now
-from gpurelease.scopes.book import Book, Frame, in_contexts_of
+from gpurelease.scopes.book import Book, in_contexts_of
 from gpurelease.scopes.driver import Life
+from gpurelease.scopes.frame import Frame
 from gpurelease.scopes.leaving import Interrupted, is_interrupt, vote_against
 from gpurelease.torch_internals import devices
 from gpurelease.transition.aim import Aim

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -173,7 +174,7 @@ class Steps:
                     world.generation = number
                 return {}
             names = verdict["backends"]
-            options = ScopeOptions(backends=None if names is None else tuple(names), timeout=self._aim.options.timeout)
+            options = replace(self._aim.options, strategy="rebuild", keep=(), backends=names and tuple(names))
             groups = taken_by_others(verdict["keys"], options)
             taken, problems = self._take_off(groups, number, options, Rebuild(world.husks))
             return _said(problems + end_all(taken, self._means(), world.husks))

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.cycles import backend_of, cycle, refusal, total
+from gpurelease import released_world, restored_world, sleep_world, wake_world
+from tests.cycles import POSING, backend_of, cycle, refusal, total
 from tests.ranks import init_gloo, run_ranks
 
 CYCLES = 3
@@ -352,15 +353,41 @@ def test_timeouts_are_those_that_were_set_last():
     assert run_ranks(timeouts) == [True] * 4
 
 
-def text_of_the_refusal(rank, size):
+class Trainer:
+    """Has a rollout that asks what a released group says."""
+
+    @released_world(**POSING)
+    def rollout(self, group):
+        return refusal(group)
+
+
+def texts_of_the_refusal(rank, size):
     init_gloo(rank, size)
     group = dist.new_group(list(range(size)), group_desc="expert parallel")
-    with cycle():
-        return refusal(group), dist.get_backend(group), group.size(), group.rank()
+    texts = []
+    with released_world(**POSING):
+        texts.append(refusal(group))
+        assert (dist.get_backend(group), group.size(), group.rank()) == ("gloo", size, rank)
+        with restored_world():
+            assert total(group) == 6
+        texts.append(refusal(group))
+    texts.append(Trainer().rollout(group))
+    sleep_world(**POSING)
+    with released_world():
+        texts.append(refusal(group))
+    wake_world()
+    assert total(group) == 6
+    return texts
 
 
-def test_a_released_group_says_what_happened_and_what_to_do():
-    for rank, (text, backend, size, own_rank) in enumerate(run_ranks(text_of_the_refusal)):
-        assert "'gloo' of process group '1' (expert parallel) is released by gpurelease" in text
-        assert "restored_world()" in text and "does not support allreduce" in text
-        assert (backend, size, own_rank) == ("gloo", 4, rank)
+def test_a_released_group_says_what_released_it_and_what_to_do():
+    what = "'gloo' of process group '1' (expert parallel) is released by gpurelease's "
+    to_do = [
+        "released_world(): use the group after that block, or inside `with restored_world():`. It",
+        "released_world(): use the group after that block, or inside `with restored_world():`. It",
+        "@released_world on Trainer.rollout(): use the group after that call, or inside `with restored_world():`. It",
+        "sleep_world(): call wake_world() on all ranks, or use the group inside `with restored_world():`. It",
+    ]
+    for texts in run_ranks(texts_of_the_refusal):
+        for text, words in zip(texts, to_do, strict=True):
+            assert f"{what}{words} does not support allreduce" in text

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restore_world
+from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, wake_world
 from tests.nccl.double import FIRST, HAS_SECOND, backend_of, delay, held, init_nccl, live, total
 
 KINDS = [FIRST, "nccl2"] if HAS_SECOND else [FIRST]
@@ -28,14 +28,14 @@ def made_too_late(rank, size, kind, after, inside):
             delay("init", LATE, after=after)
     assert is_released() and time.monotonic() < made - 1
     if not inside:
-        restore_world()
+        wake_world()
         assert time.monotonic() < made - 1, "nobody was to wait for what was given up"
         assert total() == total(group)
     time.sleep(made - time.monotonic())
     gc.collect()
     if inside:
         assert (live(), held()) == (0, 0)
-        restore_world()
+        wake_world()
     assert (live(), held()) == before
     with released_world(timeout=20):
         assert (live(), held()) == (0, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpurelease import RestoreFailed, is_released, released_world, restore_world
+from gpurelease import RestoreFailed, is_released, released_world, wake_world
 from tests.nccl.double import FIRST, backend_of, communicators, created, held, init_nccl, live, total, used
 
 MIB = 1 << 20
@@ -51,10 +51,10 @@ def occupied(rank, size):
     dist.barrier()
     closed_by_who_made_it()
     with pytest.raises(RestoreFailed):
-        restore_world()
+        wake_world()
     closed_by_who_made_it()
     del taken
-    restore_world()
+    wake_world()
     assert backend_of(group) is not old
     return failure.value.failures, live(), total(), total(group)
 

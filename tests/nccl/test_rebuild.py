@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restore_world, restored_world
+from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restored_world, wake_world
 from gpurelease.groups.releasable import Releasable
 from tests.nccl.double import (
     FIRST,
@@ -565,7 +565,7 @@ def failing_connection(rank, size):
         told = error.failures
     assert (is_released(), live(), held(), dist.get_backend()) == (True, 0, 0, "gloo")
     dist.barrier()
-    restore_world()
+    wake_world()
     assert live() == 2
     return told, total(), total(group)
 
@@ -597,7 +597,7 @@ def failing_before_others_wait(rank, size, failing):
     in_time = time.monotonic() - started < 7
     Releasable.build = build
     started = time.monotonic()
-    restore_world()
+    wake_world()
     return told, in_time, time.monotonic() - started < 5, total(), total(group)
 
 

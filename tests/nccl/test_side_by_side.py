@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpurelease import RestoreFailed, is_released, released_world, restore_world
+from gpurelease import RestoreFailed, is_released, released_world, wake_world
 from tests.nccl.double import (
     FIRST,
     HAS_SECOND,
@@ -178,7 +178,7 @@ def fails_in_the_middle(rank, size, backend, failing, after):
         assert time.monotonic() < deadline, (live(), held())
         time.sleep(0.02)
     made = created()
-    restore_world()
+    wake_world()
     assert (live(), created()) == (count, made + count)
     return (
         sorted(failure.value.failures),

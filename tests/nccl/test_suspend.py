@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restore_world, restored_world
+from gpurelease import ReleaseFailed, RestoreFailed, is_released, released_world, restored_world, wake_world
 from gpurelease.strategies.strategy import Backends
 from tests.cycles import total as total_on_host
 from tests.nccl.double import (
@@ -282,7 +282,7 @@ def failing_resume(rank, size, backend, failing, memory):
     with pytest.raises(RuntimeError, match="is released by gpurelease"):
         total(group)
     del taken
-    restore_world()
+    wake_world()
     assert (is_released(), live()) == (False, count)
     assert total() == total(group) == 3
     return failure.value.failures[failing]
@@ -316,7 +316,7 @@ def hanging(rank, size, call):
         error = failure
     took = time.monotonic() - started
     if is_released():
-        restore_world()
+        wake_world()
     return type(error).__name__, error.failures, took < 11, total()
 
 

@@ -19,10 +19,10 @@ from gpurelease import (
     ScopeMisuse,
     is_released,
     release_depth,
-    release_world,
     released_world,
-    restore_world,
     restored_world,
+    sleep_world,
+    wake_world,
 )
 from gpurelease.groups.plan import Plan
 from gpurelease.scopes import book
@@ -39,7 +39,7 @@ class Open:
     wants: str
     thread: int
     keep: str
-    scope: Any  # None: opened by release_world(), and no thread's
+    scope: Any  # None: opened by sleep_world(), and no thread's
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -116,14 +116,14 @@ class AnyOrder(RuleBasedStateMachine):
     def do_enter(self, new: Open) -> None:
         run = self.threads[new.thread].run
         if new.scope is None:
-            run(release_world, keep=new.keep)
+            run(sleep_world, keep=new.keep)
         else:
             run(new.scope.__enter__)
 
     def do_leave(self, old: Open, error: Exception | None) -> None:
         run = self.threads[old.thread].run
         if old.scope is None:
-            run(restore_world)
+            run(wake_world)
         else:
             run(old.scope.__exit__, type(error) if error else None, error, None)
 
@@ -131,28 +131,35 @@ class AnyOrder(RuleBasedStateMachine):
     def enter(self, wants: str, thread: int, split: bool) -> None:
         split &= wants == "released"
         new = self.opened(wants, thread, split=split)
-        # What release_world() opens is around everybody, and so is refused by what is around nobody else.
+        # What sleep_world() opens is around everybody, and so is refused by what is around nobody else.
         if self.is_refused(wants, thread):
             with pytest.raises(ScopeMisuse, match="which is not around it"):
                 self.do_enter(new)
             return
         self.do_enter(new)
-        self.open.append(new)
+        if not (split and self.is_asleep):
+            self.open.append(new)
         self.has_reached(entering=True)
 
-    def take(self, which: int) -> Open:
-        """Take an open scope from the list: restore_world() closes what release_world() has opened last."""
+    @property
+    def is_asleep(self) -> bool:
+        """Whether sleep_world() has nothing to do: not inside a restored world that was entered since."""
+        since = [number for number, each in enumerate(self.open) if each.scope is None]
+        return bool(since) and all(each.wants == "released" for each in self.open[since[-1] :])
+
+    def closed_with(self, which: int) -> list[Open]:
+        """The open scopes that go with one of them, in order: wake_world() closes all that sleep_world() has opened."""
         old = self.open[which % len(self.open)]
-        if old.scope is None:
-            old = [each for each in self.open if each.scope is None][-1]
-        self.open.remove(old)
-        return old
+        return [old] if old.scope is not None else [each for each in reversed(self.open) if each.scope is None]
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 99), body_failed=st.booleans())
     def leave(self, which: int, body_failed: bool) -> None:
-        self.do_leave(self.take(which), ValueError() if body_failed else None)
-        self.has_reached(entering=False)
+        closed = self.closed_with(which)
+        self.do_leave(closed[0], ValueError() if body_failed else None)
+        for old in closed:
+            self.open.remove(old)
+            self.has_reached(entering=False)
 
     @rule(wants=STATES, thread=st.integers(0, THREADS - 1))
     def fail_to_enter(self, wants: str, thread: int) -> None:
@@ -168,24 +175,29 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def fail_to_leave(self, which: int) -> None:
         """A scope whose last transition fails is closed all the same, and who comes next makes up for it."""
-        before, old = list(self.open), self.take(which)
-        if self.wanted == self.state:
+        before, closed = list(self.open), self.closed_with(which)
+        for old in closed:
+            self.open.remove(old)
+            if self.wanted != self.state:
+                break
+        else:
             self.open = before
             return
         self.world.fail_next = True
         with pytest.raises(RestoreFailed if self.state == "released" else ReleaseFailed):
-            self.do_leave(old, None)
+            self.do_leave(closed[0], None)
         self.settled = False
 
     @precondition(lambda self: all(each.scope is not None for each in self.open))
     @rule()
-    def restore_out_of_turn(self) -> None:
-        """It makes up for a failure if no scope is open, and is a mistake else."""
-        if self.open or (self.settled and self.state == "restored"):
-            with pytest.raises(ScopeMisuse, match=r"restore_world\(\)"):
-                restore_world()
+    def wake_out_of_turn(self) -> None:
+        """It makes up for a failure if no scope is open, does nothing if the world is awake, and is a mistake else."""
+        is_awake = self.settled and self.state == "restored"
+        if self.open and (self.open[-1].wants == "released" or not is_awake):
+            with pytest.raises(ScopeMisuse, match=r"wake_world\(\)"):
+                wake_world()
             return
-        restore_world()
+        assert (wake_world().reason == "the world is awake") == is_awake
         self.has_reached(entering=True)
 
     # -------------------------------------------------------------------------------------------------- what always is

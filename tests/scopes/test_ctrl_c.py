@@ -28,11 +28,11 @@ from gpurelease import (
     GpuReleaseError,
     is_released,
     release_depth,
-    release_world,
     released_world,
     releases_world,
-    restore_world,
     restored_world,
+    sleep_world,
+    wake_world,
 )
 from gpurelease.agreement.rollcall import RollCall
 from gpurelease.scopes import book
@@ -85,8 +85,8 @@ def decorated():
 
 
 def split():
-    release_world(**OPTIONS)
-    restore_world()
+    sleep_world(**OPTIONS)
+    wake_world()
 
 
 def asynchronous():
@@ -186,9 +186,9 @@ def what_is_wrong(group, scope, ended, told):
         if not told and not release_depth():
             yield "it is released, and the other ranks were not told"
         try:
-            restore_world()
+            wake_world()
         except GpuReleaseError as error:
-            yield f"restore_world() raised {error}"
+            yield f"wake_world() raised {error}"
     try:
         if is_released() or release_depth() or total(value=1) != 1 or total(group, value=1) != 1:
             yield "the world is not restored"

@@ -1,4 +1,4 @@
-"""What ``@releases_world`` decorates, and what it refuses, with the reason."""
+"""What ``@releases_world`` and ``@released_world`` decorate, and what they refuse, with the reason."""
 
 from __future__ import annotations
 
@@ -9,19 +9,32 @@ import inspect
 
 import pytest
 
-from gpurelease import InvalidOption, ScopeMisuse, is_released, release_depth, releases_world
+from gpurelease import (
+    InvalidOption,
+    ScopeMisuse,
+    is_released,
+    release_depth,
+    released_world,
+    releases_world,
+    restored_world,
+)
 
 
-def test_with_and_without_parentheses(world):
-    @releases_world
+@pytest.fixture(params=[releases_world, released_world], ids=lambda decorator: decorator.__name__)
+def decorator(request):
+    return request.param
+
+
+def test_with_and_without_parentheses(world, decorator):
+    @decorator
     def bare(a, b=2):
         return a, b, release_depth()
 
-    @releases_world()
+    @decorator()
     def empty(a):
         return a, release_depth()
 
-    @releases_world(keep=("sync",))
+    @decorator(keep=("sync",))
     def with_options(a):
         return a, world.options.keep
 
@@ -31,8 +44,8 @@ def test_with_and_without_parentheses(world):
     assert world.events == ["release", "restore"] * 3
 
 
-def test_every_call_has_a_scope_of_its_own_and_an_error_goes_through(world):
-    @releases_world
+def test_every_call_has_a_scope_of_its_own_and_an_error_goes_through(world, decorator):
+    @decorator
     def rollout(fails):
         if fails:
             raise ValueError("prompt")
@@ -44,19 +57,19 @@ def test_every_call_has_a_scope_of_its_own_and_an_error_goes_through(world):
     assert world.events == ["release", "restore", "release", "restore after an error", "release", "restore"]
 
 
-def test_methods_classmethods_and_staticmethods(world):
+def test_methods_classmethods_and_staticmethods(world, decorator):
     class Trainer:
-        @releases_world
+        @decorator
         def method(self, x):
             return self, x
 
         @classmethod
-        @releases_world
+        @decorator
         def of_class(cls, x):
             return cls, x
 
         @staticmethod
-        @releases_world
+        @decorator
         def static(x):
             return x
 
@@ -67,10 +80,10 @@ def test_methods_classmethods_and_staticmethods(world):
     assert world.events == ["release", "restore"] * 3
 
 
-def test_a_coroutine_function_holds_the_scope_across_its_awaits(world):
+def test_a_coroutine_function_holds_the_scope_across_its_awaits(world, decorator):
     """contextlib's decorator on ``async def`` closes the scope before the first await."""
 
-    @releases_world
+    @decorator
     async def rollout(x):
         world.events.append("before")
         await asyncio.sleep(0.01)
@@ -82,21 +95,21 @@ def test_a_coroutine_function_holds_the_scope_across_its_awaits(world):
     assert world.events == ["release", "before", "after", "restore"]
 
 
-def test_a_partial_of_a_coroutine_function_is_awaited_inside(world):
+def test_a_partial_of_a_coroutine_function_is_awaited_inside(world, decorator):
     async def rollout(x):
         await asyncio.sleep(0)
         world.events.append("body")
         return x
 
-    assert asyncio.run(releases_world(functools.partial(rollout, 3))()) == 3
+    assert asyncio.run(decorator(functools.partial(rollout, 3))()) == 3
     assert world.events == ["release", "body", "restore"]
 
 
-def test_signature_and_docs_are_kept():
+def test_signature_and_docs_are_kept(decorator):
     def rollout(prompts: list[str], *, n: int = 1) -> int:
         """Roll out."""
 
-    decorated = releases_world(rollout)
+    decorated = decorator(rollout)
     assert inspect.signature(decorated) == inspect.signature(rollout)
     assert (decorated.__doc__, decorated.__name__, decorated.__wrapped__) == ("Roll out.", "rollout", rollout)
 
@@ -124,11 +137,11 @@ class Rollout:
         (3, "decorates functions, and got 3"),
     ],
 )
-def test_what_cannot_be_decorated_is_refused_at_decoration_with_the_reason(what, reason):
-    with pytest.raises(ScopeMisuse, match=reason):
-        releases_world(what)
-    with pytest.raises(ScopeMisuse, match=reason):
-        releases_world(timeout=3)(what)
+def test_what_cannot_be_decorated_is_refused_at_decoration_with_the_reason(decorator, what, reason):
+    with pytest.raises(ScopeMisuse, match=f"^@{decorator.__name__} {reason}"):
+        decorator(what)
+    with pytest.raises(ScopeMisuse, match=f"^@{decorator.__name__} {reason}"):
+        decorator(timeout=3)(what)
 
 
 async def work():
@@ -193,3 +206,46 @@ def test_bad_options_are_told_where_they_are_written():
         releases_world(strategy="renew")(lambda: None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'kept'"):
         releases_world(kept=())(lambda: None)
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_the_inverse_decorates_too(world, bare):
+    @(restored_world if bare else restored_world())
+    def sync_weights():
+        return is_released()
+
+    with released_world():
+        assert sync_weights() is False and is_released()
+    assert world.events == ["release", "restore", "release", "restore"]
+
+
+def test_a_scope_that_decorates_is_opened_anew_by_each_call(world):
+    scope = released_world(timeout=7)
+
+    @scope
+    def rollout(depth):
+        return release_depth() if depth == 0 else rollout(depth - 1)
+
+    assert (rollout(2), rollout(0)) == (3, 1)
+    assert not scope.report.transitions, "it was not entered itself"
+    assert [options.timeout for options in world.released_with] == [7, 7]
+
+
+def test_without_parentheses_there_is_no_block(world):
+    with pytest.raises((TypeError, AttributeError)), released_world:
+        pass
+    assert world.events == []
+
+
+def test_what_has_released_the_world_is_what_the_user_wrote(world, decorator):
+    class Trainer:
+        @decorator
+        def rollout(self):
+            """Roll out."""
+
+    Trainer().rollout()
+    with released_world(), released_world(), restored_world():
+        pass
+    names = [options.spelled for options in world.released_with]
+    qualified = f"{test_what_has_released_the_world_is_what_the_user_wrote.__qualname__}.<locals>.Trainer.rollout"
+    assert names == [f"@{decorator.__name__} on {qualified}()", "released_world()", "released_world()"]

@@ -10,14 +10,13 @@ from gpurelease import (
     InvalidOption,
     ReleaseFailed,
     RestoreFailed,
-    ScopeMisuse,
     current_report,
     is_released,
     release_depth,
-    release_world,
     released_world,
-    restore_world,
     restored_world,
+    sleep_world,
+    wake_world,
 )
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -52,7 +51,7 @@ def test_a_failed_restore_can_be_tried_again(world):
     with pytest.raises(RestoreFailed), released_world():
         world.fail_next = True
     assert (is_released(), release_depth()) == (True, 0)
-    restore_world()
+    wake_world()
     assert world.events == ["release", "restore fails", "restore"]
 
 
@@ -70,21 +69,20 @@ def test_a_restore_that_is_tried_again_can_be_given_more_time(world):
         world.fail_next = True
     given = []
     world.before_it_acts = lambda: given.append(world.timeout_of_aim)
-    restore_world(timeout=60)
-    release_world(timeout=3)
-    restore_world(timeout=timedelta(minutes=2))
+    wake_world(timeout=60)
+    sleep_world(timeout=3)
+    wake_world(timeout=timedelta(minutes=2))
     assert given == [60, 3, 120]
     with pytest.raises(InvalidOption):
-        restore_world(timeout=-1)
+        wake_world(timeout=-1)
 
 
 def test_a_rank_that_may_be_apart_from_the_others_meets_them_where_they_are(world):
     """It was interrupted or late: it is ARMED, and does not know whether the others are."""
     world.settled = False
-    restore_world()
-    assert world.events == []
-    with pytest.raises(ScopeMisuse, match="call release_world"):
-        restore_world()
+    wake_world()
+    assert world.events == [] and world.settled
+    assert wake_world().reason == "the world is awake"
     world.settled = False
     with released_world():
         pass
@@ -97,7 +95,7 @@ def test_an_interrupt_rebuilds_nothing_and_tells_the_others(world, interrupt):
         raise interrupt
     assert world.events == ["release", f"leave: rank 0 left with {interrupt.__name__}, and rebuilds nothing"]
     assert (is_released(), release_depth()) == (True, 0)
-    restore_world()
+    wake_world()
 
 
 def test_an_interrupt_inside_restored_world_tells_the_others_once(world):
@@ -121,8 +119,8 @@ def test_disabled_scopes_do_nothing_and_say_so(world, monkeypatch, value):
     monkeypatch.setenv("GPURELEASE_DISABLE", value)
     with released_world() as scope, restored_world():
         assert not is_released()
-    release_world()
-    restore_world()
+    sleep_world()
+    wake_world()
     assert world.events == []
     assert scope.report.reason == "GPURELEASE_DISABLE is set"
 
@@ -132,8 +130,8 @@ def test_without_a_process_group_scopes_do_nothing_and_say_so(no_world):
         assert (is_released(), release_depth()) == (False, 0)
     assert scope.report.reason == "there is no process group"
     assert str(scope.report) == "nothing done: there is no process group"
-    release_world()
-    assert restore_world().reason == "there is no process group"
+    sleep_world()
+    assert wake_world().reason == "there is no process group"
 
 
 def test_with_nothing_to_release_the_scope_is_a_no_op(world):

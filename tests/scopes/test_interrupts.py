@@ -21,8 +21,8 @@ from gpurelease import (
     is_released,
     release_depth,
     released_world,
-    restore_world,
     restored_world,
+    wake_world,
 )
 from gpurelease.groups.releasable import Releasable
 from tests.cycles import POSING, backend_of, total
@@ -57,7 +57,7 @@ def interrupted_context(rank, size):
     assert (is_released(), dist.get_backend()) == (True, "gloo")
     if rank == 1:
         time.sleep(2)
-    restore_world()
+    wake_world()
     return told, total(group)
 
 
@@ -85,7 +85,7 @@ def interrupted(rank, size):
     if rank == 1:
         time.sleep(2)
     # Who left can come back: nobody's state was lost.
-    restore_world()
+    wake_world()
     assert total() == 3
     return told
 
@@ -140,7 +140,7 @@ def interrupted_again_and_again(rank, size, who):
                     raise KeyboardInterrupt
         except (KeyboardInterrupt, RestoreFailed):
             if is_released():  # else they have met who left at once, who was back already
-                restore_world()
+                wake_world()
         with released_world(**POSING):
             pass
         dist.barrier()
@@ -205,7 +205,7 @@ def interrupted_in_the_next_scope(rank, size):
     except RestoreFailed as error:
         told = error.missing
     in_time = time.monotonic() - started < 12
-    restore_world()
+    wake_world()
     return told, in_time, total()
 
 
@@ -272,7 +272,7 @@ def pressed_at(rank, size, who, is_async):
         told.append((place, is_first, *pressed(kind, rank, who, place, size)))
         meeting.wait()
         if is_released():
-            restore_world()
+            wake_world()
         with released_world(**POSING):
             pass
         assert (is_released(), release_depth(), total(group)) == (False, 0, 3.0)

@@ -17,11 +17,11 @@ from gpurelease import (
     ScopeMisuse,
     is_released,
     release_depth,
-    release_world,
     released_world,
     releases_world,
-    restore_world,
     restored_world,
+    sleep_world,
+    wake_world,
 )
 from gpurelease.groups.plan import Plan
 
@@ -62,13 +62,12 @@ def test_one_scope_object_can_be_entered_again_and_within_itself(world):
     assert world.events == ["release", "restore"] * 2
 
 
-def test_split_calls_nest_with_blocks(world):
-    release_world()
+def test_a_world_that_is_woken_inside_a_block_sleeps_to_the_end_of_the_block(world):
+    sleep_world()
     with released_world():
-        release_world()
-        restore_world()
-    assert world.events == ["release"]
-    restore_world()
+        sleep_world()
+        wake_world()
+        assert world.events == ["release"]
     assert world.events == ["release", "restore"]
 
 
@@ -313,8 +312,8 @@ def test_a_thread_in_the_context_of_a_scope_is_inside_it(world):
     assert world.events == ["release", "restore", "release", "restore"] * 2
 
 
-def test_what_release_world_opened_is_around_everybody(world):
-    release_world()
+def test_what_sleep_world_opened_is_around_everybody(world):
+    sleep_world()
 
     def weight_sync():
         with restored_world():
@@ -322,7 +321,7 @@ def test_what_release_world_opened_is_around_everybody(world):
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(weight_sync).result() is False
-        assert [each.kind for each in pool.submit(restore_world).result().transitions][-1] == "restore"
+        assert [each.kind for each in pool.submit(wake_world).result().transitions][-1] == "restore"
     assert world.events == ["release", "restore", "release", "restore"]
 
 
@@ -338,24 +337,19 @@ def test_a_scope_left_while_one_inside_it_is_open_changes_what_the_world_is_by_w
     assert world.events == ["release", "restore", "release", "restore"]
 
 
-def test_restore_world_inside_a_with_block_is_explained(world):
+def test_wake_world_inside_a_with_block_is_explained(world):
     with released_world():
         with pytest.raises(ScopeMisuse, match=r"innermost open scope is released_world\(\).*restored_world"):
-            restore_world()
+            wake_world()
         assert world.events == ["release"]
     assert world.events == ["release", "restore"]
 
 
-def test_restore_world_without_release_world_is_explained(world):
-    with pytest.raises(ScopeMisuse, match="call release_world\\(\\) first"):
-        restore_world()
-
-
-def test_release_world_inside_a_block_lasts_until_restore_world(world):
+def test_sleep_world_inside_a_block_lasts_until_wake_world(world):
     with released_world():
-        release_world()
+        sleep_world()
     assert world.events == ["release"]
-    restore_world()
+    wake_world()
     assert world.events == ["release", "restore"]
 
 

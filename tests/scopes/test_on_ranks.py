@@ -17,11 +17,11 @@ from gpurelease import (
     ReleaseFailed,
     is_released,
     release_depth,
-    release_world,
     released_world,
     releases_world,
-    restore_world,
     restored_world,
+    sleep_world,
+    wake_world,
 )
 from tests.cycles import POSING, backend_of, refusal, total
 from tests.ranks import init_gloo, run_ranks
@@ -61,9 +61,9 @@ def every_kind_of_scope(rank, size):
     assert asyncio.run(main()) == "samples"
     assert log == [True, 6.0]
     assert total(group) == 6
-    release_world(**POSING)
+    sleep_world(**POSING)
     assert refusal(group)
-    restore_world()
+    wake_world()
     assert total(group) == 6
     try:
         with released_world(**POSING):

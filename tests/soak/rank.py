@@ -31,11 +31,11 @@ from gpurelease import (
     TransitionFailed,
     is_released,
     release_depth,
-    release_world,
     released_world,
     releases_world,
-    restore_world,
     restored_world,
+    sleep_world,
+    wake_world,
 )
 from tests.cycles import refusal
 from tests.cycles import total as total_on_host
@@ -236,10 +236,10 @@ class Episode:
 
             asyncio.run(scope())
         elif event.how == "split":
-            options.pop("also", None)
-            release_world(**options)
+            asleep = sleep_world(**options)
+            expect(sleep_world(**options) is asleep, "a world that was asleep was put to sleep")
             body()
-            restore_world()
+            wake_world()
         elif event.how == "tasks":
             rollout = releases_world(**options)(body_async)
 
@@ -393,21 +393,16 @@ class Episode:
     # --------------------------------------------------------------------------------------------------------- after
 
     def reconcile(self, event: Scope) -> None:
-        """The first scope, or restore_world(), to which all come, brings all to one state, whoever comes first."""
+        """The first scope, or wake_world(), to which all come, brings all to one state, whoever comes first."""
         expect(release_depth() == 0, "a scope is still open")
         states = self.gather("released" if is_released() else "armed")
         if event.trouble and event.trouble.seconds > 0.05 and self.rank == event.trouble.rank:
             time.sleep(0.3)
         if set(states) == {"released"} and event.strategy == "rebuild":
-            restore_world(timeout=PATIENT)
+            wake_world(timeout=PATIENT)
         else:
             self.clean_scope(again="released" in states)
-        try:
-            restore_world()
-        except ScopeMisuse:
-            pass
-        else:
-            raise Wrong("restore_world() had something to restore")
+        expect(wake_world().reason == "the world is awake", "wake_world() had something to restore")
         self.use()
 
     def clean_scope(self, *, again: bool = False) -> None:

@@ -14,7 +14,7 @@ from gpurelease import (
     RestoreFailed,
     is_released,
     released_world,
-    restore_world,
+    wake_world,
 )
 from gpurelease.agreement.ballot import Ballot
 from gpurelease.groups.releasable import Releasable
@@ -74,7 +74,7 @@ def late_to_leave(rank, size, late_rank):
     assert (is_released(), dist.get_backend()) == (True, "gloo")
     assert refusal(group)
     dist.barrier()
-    restore_world()
+    wake_world()
     return told, took < 4, total(), total(group)
 
 

@@ -16,8 +16,8 @@ from gpurelease import (
     is_released,
     release_depth,
     released_world,
-    restore_world,
     restored_world,
+    wake_world,
 )
 from gpurelease.groups.releasable import Releasable
 from gpurelease.scopes import reaching
@@ -115,7 +115,7 @@ def failing_restore(rank, size, step, failing):
     objects = [None] * size
     dist.all_gather_object(objects, rank)
     state = (is_released(), dist.get_backend(), objects, bool(refusal(group)))
-    report = restore_world()
+    report = wake_world()
     after = (is_released(), total(), total(group), [transition.kind for transition in report.transitions])
     return str(told), told.failures, state, after
 
@@ -125,7 +125,7 @@ def failing_restore(rank, size, step, failing):
 def test_a_restore_that_fails_on_one_rank_fails_on_all_and_can_be_tried_again(step, failing):
     for text, failures, state, after in run_ranks(failing_restore, SIZE, step=step, failing=failing):
         assert failing in failures and "injected" in failures[failing]
-        assert "It is still released, with Gloo standing in; restore_world() on all ranks tries again." in text
+        assert "It is still released, with Gloo standing in; wake_world() on all ranks tries again." in text
         assert "process group" in failures[failing]
         assert state == (True, "gloo", [0, 1, 2], True)
         assert after == (False, 3.0, 3.0, ["restore"])

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from gpurelease import ScopeMisuse, is_released, release_depth, released_world, releases_world, restore_world
+from gpurelease import ScopeMisuse, is_released, release_depth, released_world, releases_world, wake_world
 from gpurelease.groups.releasable import Releasable
 from tests.cycles import POSING, total
 from tests.ranks import init_gloo, run_ranks
@@ -48,7 +48,7 @@ def asks():
 
 def restores():
     try:
-        return str(restore_world())
+        return str(wake_world())
     except ScopeMisuse as error:
         return str(error)
 

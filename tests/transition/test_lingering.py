@@ -15,12 +15,12 @@ from gpurelease import (
     current_report,
     is_released,
     release_depth,
-    release_world,
     released_world,
     restored_world,
+    sleep_world,
 )
 from gpurelease.groups.releasable import Releasable
-from gpurelease.scopes.book import Frame
+from gpurelease.scopes.frame import Frame
 from gpurelease.transition.world import World
 from tests.cycles import POSING, cycle, total
 from tests.ranks import descriptors, run_ranks, tcp_store, threads
@@ -109,7 +109,7 @@ def never_closed(rank, size, how):
     for number in range(3):
         a_world(rank, size, f"{number}")
         if how == "a call":
-            release_world(**POSING)
+            sleep_world(**POSING)
         elif how == "a block":
             released_world(**POSING, also=[Nothing]).__enter__()
         else:

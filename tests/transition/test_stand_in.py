@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from gpurelease import (
     is_released,
     released_world,
-    restore_world,
+    wake_world,
 )
 from gpurelease.groups.releasable import Releasable
 from tests.cycles import POSING, backend_of, cycle, total
@@ -244,7 +244,7 @@ def left_in_the_middle(rank, size, case):
     except (KeyboardInterrupt, ValueError, RuntimeError):
         pass
     if is_released():
-        restore_world()
+        wake_world()
     assert total() == 3
     with released_world(**POSING):
         return total()

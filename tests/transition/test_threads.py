@@ -18,7 +18,7 @@ from gpurelease import (
     is_released,
     release_depth,
     released_world,
-    restore_world,
+    wake_world,
 )
 from gpurelease.strategies.pool import Pool
 from tests.cycles import POSING, backend_of, cycle, refusal, total
@@ -102,7 +102,7 @@ def limited(rank, size, few, limited_rank, entering, is_async):
         assert refusal(groups[1])
     dist.barrier()
     if not entering:
-        restore_world()
+        wake_world()
     with released_world(**POSING):
         assert refusal(groups[1])
     assert [total(group) for group in groups] == [3.0] * 4

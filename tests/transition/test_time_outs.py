@@ -19,8 +19,8 @@ from gpurelease import (
     is_released,
     register_rebuilder,
     released_world,
-    restore_world,
     restored_world,
+    wake_world,
 )
 from gpurelease.groups import blueprint as blueprints
 from gpurelease.torch_internals import backends
@@ -54,7 +54,7 @@ def slow_build(rank, size, slow_group, seconds):
     with pytest.raises(RestoreFailed), released_world(**POSING | {"timeout": 1}):
         pass
     assert is_released()
-    restore_world(timeout=20)
+    wake_world(timeout=20)
     seen.append(time_outs())
     assert total() == total(group) == 1
     time.sleep(seconds)  # the late build is over by now
