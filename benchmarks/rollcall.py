@@ -31,9 +31,10 @@ from torch.distributed import PrefixStore, TCPStore
 
 from benchmarks.sheet import Sheet, parser, spread
 from gpurelease.agreement import ballot, hall, rollcall
+from gpurelease.agreement.answers import without_usual
 from gpurelease.agreement.compact import packed
 from gpurelease.agreement.rollcall import RollCall
-from gpurelease.agreement.verdicts import conclude, without_usual
+from gpurelease.agreement.verdicts import conclude
 from gpurelease.torch_internals.stores import client_of
 
 PROCESSES = 4

@@ -6,7 +6,8 @@
 
 The package, from the outside in, each room above what it uses:
 
-* the public face: ``api`` and ``sleep`` (what users write), ``errors``, ``options``, ``report``;
+* the public face: ``api`` and ``sleep`` (what users write), ``errors``, ``options``, ``report`` and ``views``,
+  ``history``;
 * ``scopes/``: what one of several open scopes does, and when;
 * ``transition/``: the way of all ranks from one state to the other, as each of them goes it;
 * ``strategies/``: how communicators give their memory back and take it again; ``groups/``: what is released, what
@@ -36,7 +37,8 @@ from gpurelease.errors import (
     TransitionFailed,
 )
 from gpurelease.groups.blueprint import Blueprint, register_rebuilder
-from gpurelease.report import GroupReport, Report, Transition
+from gpurelease.history import Totals, last_report, on_transition, totals
+from gpurelease.report import GroupReport, Memory, Report, Transition
 from gpurelease.scopes.scope import Scope
 from gpurelease.sleep import sleep_world, wake_world
 
@@ -46,22 +48,27 @@ __all__ = [
     "GpuReleaseError",
     "GroupReport",
     "InvalidOption",
+    "Memory",
     "NotBuilt",
     "ReleaseFailed",
     "Report",
     "RestoreFailed",
     "Scope",
     "ScopeMisuse",
+    "Totals",
     "Transition",
     "TransitionFailed",
     "current_report",
     "is_released",
+    "last_report",
+    "on_transition",
     "register_rebuilder",
     "release_depth",
     "released_world",
     "releases_world",
     "restored_world",
     "sleep_world",
+    "totals",
     "wake_world",
 ]
 

@@ -82,8 +82,7 @@ class Ballot:
         Returns:
             The verdict that counts, or None if it is too early for one; and all answers, or none.
         """
-        lines = self._room.get(self._key("answers")).decode().splitlines()
-        answers = {record["rank"]: record for record in json.loads(f"[{','.join(lines)}]")}
+        answers = self._answers()
         missing = [rank for rank in range(self._size) if rank not in answers]
         if missing and time_is_up_after is None:
             return None, []  # a rank was counted twice, when the store had not answered it
@@ -99,6 +98,15 @@ class Ballot:
             reason = f"rank {self._rank} failed to conclude the roll call: {error!r}"
             verdict = given_up([self._rank], reason, broken=True)
         return self.propose(verdict), everybody
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not come."""
+        there = set(self._answers())
+        return [rank for rank in range(self._size) if rank not in there]
+
+    def _answers(self) -> dict[int, Answer]:
+        lines = self._room.get(self._key("answers")).decode().splitlines()
+        return {record["rank"]: record for record in json.loads(f"[{','.join(lines)}]")}
 
     def give_up(self, conclude: Conclude, timeout: float, told: NotAllCame | None) -> tuple[Verdict, Answers]:
         """Conclude, since the time is up; but one rank is enough to do so for all."""

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gpurelease.agreement.ballot import Answer, Answers, Ballot, Conclude, Verdict, given_up
 from gpurelease.agreement.hall import Hall
 from gpurelease.agreement.meanwhile import Meanwhile
+from gpurelease.agreement.telling import Waiting, tell_of_having_come_last
 from gpurelease.agreement.waiting import NotAllCame
 from gpurelease.options import bounded
 
@@ -51,6 +52,7 @@ class RollCall:
 
     Attributes:
         number: Number of the next roll call: the same on all ranks that came to the last one.
+        waited: Seconds that the last call has waited for other ranks.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class RollCall:
     def _call(
         self, answer: Answer, conclude: Conclude, timeout: float, others_get_on: Callable[[], bool] | None
     ) -> Verdict:
+        self.waited = 0.0
         before_it_came: NotAllCame | None = None  # who had left by then, and why
         in_grace: NotAllCame | None = None
         while True:
@@ -163,7 +166,8 @@ class RollCall:
         """Answer the next roll call. Returns its verdict, and how many seconds were waited for it."""
         deadline = time.monotonic() + timeout
         if not self.token:
-            self._hall.enter(self.client, timeout)
+            with Waiting(None, answer).told(self._rank, timeout):
+                self._hall.enter(self.client, timeout)
             self.number = self._hall.number
         self._in = self.number
         if self._rank == 0 and not self._full:
@@ -173,14 +177,19 @@ class RollCall:
             # A thread that the store did not answer has left it unread, and what it says was not done here.
             self.number += 1
             return given_up([self._rank], "the store did not answer", absent=[self._rank]), 0.0
-        self._answered = ballot.number
+        self._answered = number = ballot.number
         answers: Answers = []
         verdict: Verdict | None = None
         started = time.monotonic()
-        if ballot.answer({**answer, "seldom": sorted(self._seldom)}, again=again):
+        answer = {**answer, "seldom": sorted(self._seldom)}
+        if ballot.answer(answer, again=again):
             verdict, answers = ballot.conclude(conclude)
+            tell_of_having_come_last(self._rank, answers)
         if verdict is None:
-            verdict, answers = self._await(ballot, conclude, timeout, deadline, others_get_on, in_grace)
+            waiting = Waiting(lambda: Ballot(self._connect(), self.token, number, self._rank, self._size), answer)
+            with waiting.told(self._rank, timeout):
+                verdict, answers = self._await(ballot, conclude, timeout, deadline, others_get_on, in_grace)
+            self.waited += time.monotonic() - started
         waited = time.monotonic() - started
         self._finish(ballot, verdict, answers)
         return verdict, waited

@@ -5,8 +5,7 @@ An answer says where its rank stands, and what it wants:
 * "phase" ("armed" or "released") and "generation": the number of the roll call whose verdict brought it there;
 * "wants": the phase that it wants the world in;
 * "problem": why it cannot go there now, or what failed at the last step; "because of others": it broke that off;
-* "step": what it has just done ("built"), or "contexts"; "step of": the number of the verdict by which it did that,
-  or tried to;
+* "step": what it has just done ("built"), or "contexts"; "step of": number of the verdict by which it did, or tried;
 * "stand-in": what tells the Gloo that it has for WORLD from another, or "" if it needs none; "narrow": it has no room
   for a connection to every other rank.
 
@@ -33,36 +32,10 @@ So a rank that was interrupted, late or away finds itself in the next verdict, w
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from typing import Any
 
-from gpurelease.agreement.ballot import Answer, Answers, Verdict
+from gpurelease.agreement.answers import USUAL, differences, numbers, of_some_only, one_stand_in, problems_of
+from gpurelease.agreement.ballot import Answers, Verdict
 from gpurelease.errors import ranks_text
-
-USUAL: Answer = {
-    "problem": "",
-    "because of others": False,
-    "step": "",
-    "step of": 0,
-    "narrow": False,
-    "backends": None,
-    "groups": None,
-    "unmatched": [],
-    "as in": None,
-    "held by": "rebuild",
-    "contexts": False,
-    "context": "",
-    "freed": None,
-    "unsuspended": "",
-    "gone": [],
-    "in turn": False,
-    "doubts": False,
-}
-
-
-def without_usual(answer: Answer) -> Answer:
-    """Return an answer without what goes without saying."""
-    return {field: value for field, value in answer.items() if field not in USUAL or USUAL[field] != value}
 
 
 def conclude(answers: Answers) -> Verdict:
@@ -93,7 +66,7 @@ def _from_apart(answers: Answers) -> Verdict:
         "backends": the ``backends=`` with which they did.
     """
     armed = [answer for answer in answers if answer["phase"] == "armed"]
-    problems = _problems(armed)
+    problems = problems_of(armed)
     if problems:
         return _failed(problems)
     released = [answer for answer in answers if answer["phase"] == "released"]
@@ -123,7 +96,7 @@ def _from_armed(answers: Answers) -> Verdict:
         "contexts": whether any rank has an ``also=``, so that all must hear whether it was entered.
         "nothing": whether there is nothing to release on any rank.
     """
-    problems = _problems(answers)
+    problems = problems_of(answers)
     if problems:
         return _failed(problems)
     if any(answer["wants"] == "armed" for answer in answers):
@@ -132,10 +105,10 @@ def _from_armed(answers: Answers) -> Verdict:
     if any(answer["as in"] is not None for answer in answers):
         if len(known := {answer["as in"] for answer in answers}) > 1:
             return {"do": "describe"}
-        if not _one_stand_in(answers):
+        if not one_stand_in(answers):
             return _stand_in(answers)
         return {"do": "release", "as in": known.pop(), "contexts": contexts}
-    differing = _differing(answers, "strategy", "backends") or _unmatched(answers)
+    differing = differences(answers, "strategy", "backends") or _unmatched(answers)
     if differing:
         return _failed(differing)
     listed: dict[str, list[int]] = defaultdict(list)
@@ -170,7 +143,7 @@ def _from_armed(answers: Answers) -> Verdict:
     if len(kept) == len(listed):
         return {"do": "rest", "nothing": True, "last": True, **decided}
     world = answers[0]["world"]
-    if world in listed and world not in kept and not _one_stand_in(answers):
+    if world in listed and world not in kept and not one_stand_in(answers):
         return _stand_in(answers)
     return {"do": "release", **decided}
 
@@ -182,13 +155,13 @@ def _from_released(answers: Answers) -> Verdict:
     """Decide whether all stay RELEASED, or go on to ARMED.
 
     Answers have "stand-in", "held by" (the strategy that holds what was released), "context" (what an ``also=``
-    context raised), "freed" (device bytes, or None), "unsuspended" (what failed in suspending), "gone" (keys of
-    released groups that were destroyed on that rank), "in turn" (whether one of the others must be built while no other
-    group is) and "doubts" (whether a collective may have been left in its middle on Gloo).
+    context raised), "freed" (device bytes, or None), "worked" (seconds), "unsuspended" (what failed in suspending),
+    "gone" (keys of released groups that were destroyed on that rank), "in turn" (whether one of the others must be
+    built while no other group is) and "doubts" (whether a collective may have been left in its middle on Gloo).
 
     Returns:
         "because": by rank, what failed in the release that is undone here.
-        "freed": the least and the most of it over all ranks, or None.
+        "freed", "worked": the least, the mean and the most of it over all ranks, or None.
         "gone": key -> the ranks that destroyed the group.
         "in turn": whether all groups are built one after the other, on all ranks.
         "doubts": whether any rank has them.
@@ -197,7 +170,7 @@ def _from_released(answers: Answers) -> Verdict:
         "contexts refused": why contexts that were entered must be left again, before anything is restored.
         "reason": why suspended backends are ended.
     """
-    problems = _problems(answers)
+    problems = problems_of(answers)
     if len({answer["held by"] for answer in answers}) > 1:
         return {"do": "end", "reason": "some ranks have ended what others have suspended"}
     if all(answer["wants"] == "released" for answer in answers):
@@ -209,13 +182,13 @@ def _from_released(answers: Answers) -> Verdict:
         unsuspended = [f"rank {rank}: {a['unsuspended']}" for rank, a in enumerate(answers) if a["unsuspended"]]
         if unsuspended:
             return {"do": "end", "reason": unsuspended[0]}
-        if not _one_stand_in(answers):
+        if not one_stand_in(answers):
             return _stand_in(answers)
-        return {"do": "rest", "freed": _range(answers), "contexts": any(answer["contexts"] for answer in answers)}
+        return {"do": "rest", **numbers(answers), "contexts": any(answer["contexts"] for answer in answers)}
     if any(answer["step"] == "contexts" for answer in answers):
         wants = ranks_text([rank for rank, answer in enumerate(answers) if answer["wants"] == "armed"])
         return {"do": "rest", "contexts refused": f"{wants} wants the world restored"}
-    if problems and not _of_some_only(answers):
+    if problems and not of_some_only(answers):
         return _failed(problems)
     if problems and answers[0]["held by"] == "suspend":
         return {"do": "end", "reason": "some ranks were not there when others resumed"}
@@ -225,7 +198,7 @@ def _from_released(answers: Answers) -> Verdict:
     return {
         "do": "put on",
         "last": True,
-        "freed": _range(answers),
+        **numbers(answers),
         "doubts": any(answer["doubts"] for answer in answers),
         "contexts failed": {rank: answer["context"] for rank, answer in enumerate(answers) if answer["context"]},
     }
@@ -247,34 +220,6 @@ def _failed(failures: dict[int, str]) -> Verdict:
     return {"do": "fail", "failures": failures, "last": True}
 
 
-def _problems(answers: Iterable[Answer]) -> dict[int, str]:
-    """Return the problems that ranks have; of those that broke something off for others' only if there are no
-    others."""
-    told = {answer["rank"]: answer for answer in answers if answer["problem"]}
-    own = {rank: answer["problem"] for rank, answer in told.items() if not answer["because of others"]}
-    return own or {rank: answer["problem"] for rank, answer in told.items()}
-
-
-def _of_some_only(answers: Answers) -> bool:
-    """Return whether all problems are of steps that some ranks were not in: they gave up, and have come again."""
-    steps = {answer["step of"] for answer in answers}
-    return len(steps) > 1 and all(answer["step of"] for answer in answers if answer["problem"])
-
-
-def _differing(answers: Answers, *fields: str) -> dict[int, str]:
-    """Return where ranks differ from most ranks in one of the fields."""
-    for field in fields:
-        values = [_hashable(answer[field]) for answer in answers]
-        usual = Counter(values).most_common(1)[0][0]
-        usual_ranks = ranks_text([rank for rank, value in enumerate(values) if value == usual])
-        differing = {rank: value for rank, value in enumerate(values) if value != usual}
-        if differing:
-            return {
-                rank: f"its {field} is {value!r}, and {usual!r} on {usual_ranks}" for rank, value in differing.items()
-            }
-    return {}
-
-
 def _unmatched(answers: Answers) -> dict[int, str]:
     """Return, for rank 0, a name in ``keep=`` that is no group's on any rank."""
     for name in set(answers[0]["unmatched"]).intersection(*(answer["unmatched"] for answer in answers[1:])):
@@ -282,20 +227,6 @@ def _unmatched(answers: Answers) -> dict[int, str]:
     return {}
 
 
-def _one_stand_in(answers: Answers) -> bool:
-    """Return whether all ranks have the same Gloo for WORLD, or need none."""
-    return len({answer["stand-in"] for answer in answers}) == 1 and answers[0]["stand-in"] != "none"
-
-
 def _stand_in(answers: Answers) -> Verdict:
     """Returns "lazily": whether two ranks connect only when they talk, since not all have room for all connections."""
     return {"do": "stand in", "lazily": any(answer["narrow"] for answer in answers)}
-
-
-def _range(answers: Answers) -> list[int] | None:
-    freed = [answer["freed"] for answer in answers if answer["freed"] is not None]
-    return [min(freed), max(freed)] if freed else None
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

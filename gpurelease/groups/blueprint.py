@@ -16,7 +16,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from gpurelease.errors import InvalidOption
-from gpurelease.torch_internals import backends
+from gpurelease.torch_internals import backends, gloo
 from gpurelease.torch_internals.backends import Backend
 
 
@@ -112,7 +112,7 @@ def rebuild_xccl(blueprint: Blueprint, store: Store, timeout: timedelta) -> Back
 
 def rebuild_gloo(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:
     """Build Gloo from the options that the old backend had. It waits for others as long as the store does."""
-    return backends.new_gloo(store, blueprint.rank, blueprint.size, blueprint.options)
+    return gloo.new_gloo(store, blueprint.rank, blueprint.size, blueprint.options)
 
 
 def rebuild_plugin(blueprint: Blueprint, store: Store, timeout: timedelta) -> Backend:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from gpurelease.groups.releasable import Releasable
-from gpurelease.torch_internals import backends, books, stores, tables
+from gpurelease.torch_internals import backends, books, gloo, stores, tables
 from gpurelease.torch_internals.backends import Backend
 from gpurelease.torch_internals.books import Books
 from gpurelease.torch_internals.tables import Row
@@ -114,6 +114,6 @@ def build_stand_in(
     """
     meeting = stores.meeting(prefix, stores.base_of(books.store_of(world)), stores.base_of(client))
     made(meeting)
-    gloo = backends.new_default_gloo(meeting, world.rank(), world.size(), timeout, limit, lazily=lazily)
+    made_gloo = gloo.new_default_gloo(meeting, world.rank(), world.size(), timeout, limit, lazily=lazily)
     meeting.settle()
-    return StandIn(gloo, prefix, meeting)
+    return StandIn(made_gloo, prefix, meeting)

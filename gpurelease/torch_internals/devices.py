@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -31,12 +32,19 @@ def on_device(device: torch.device | None) -> AbstractContextManager[object]:
     return torch.accelerator.device_index(device.index)
 
 
+def memory(device: torch.device | None) -> tuple[int, int, int] | None:
+    """Return what is free on ``device`` and what it has in all, as the device itself counts them, and what of the rest
+    torch's caching allocator holds for this process, all in bytes; or None without a device that can be asked."""
+    module: Any = None if device is None else torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):  # CUDA and XPU have it
+        return None
+    return (*module.mem_get_info(device), module.memory_reserved(device))
+
+
 def free_bytes(device: torch.device | None) -> int | None:
     """Return the bytes that are free on ``device``, as the device itself counts them, or None without one."""
-    if device is None:
-        return None
-    mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)  # CUDA, XPU
-    return None if mem_get_info is None else mem_get_info(device)[0]
+    asked = memory(device)
+    return None if asked is None else asked[0]
 
 
 def empty_cache() -> None:

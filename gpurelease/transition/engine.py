@@ -12,10 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpurelease.agreement.answers import without_usual
 from gpurelease.agreement.ballot import Answer, Answers, Verdict
 from gpurelease.agreement.compact import packed, unpacked
 from gpurelease.agreement.meanwhile import Meanwhile
-from gpurelease.agreement.verdicts import conclude, without_usual
+from gpurelease.agreement.verdicts import conclude
 from gpurelease.agreement.waiting import NotAllCame
 from gpurelease.errors import InvalidOption, TransitionFailed
 from gpurelease.groups.releasable import Releasable
@@ -68,6 +69,9 @@ class Engine:
             pool = self._threads()
             try:
                 return self._go(pool)
+            except TransitionFailed as failure:
+                self._aim.write_down_failure(failure, self._world.rank)
+                raise
             finally:
                 pool.close()
 
@@ -178,6 +182,8 @@ class Engine:
                 verdict = self._roll_call.call(answer, _conclude, timeout, others_get_on)
             except NotAllCame as absent:
                 raise self._failed(absent.reason, missing=absent.missing) from absent.__cause__
+            finally:
+                self._aim.transition.has_waited("roll call", self._roll_call.waited)
         self._passage.may_take(self._timeout)  # not, if nobody waits for it any longer
         return self._recall(unpacked(verdict))
 

@@ -27,7 +27,7 @@ from gpurelease.torch_internals import books, stores
 from gpurelease.transition import gloo
 from gpurelease.transition.aim import Aim
 from gpurelease.transition.passage import Abandoned, Passage
-from gpurelease.transition.world import FreeMemory, Phase, World
+from gpurelease.transition.world import MemoryBefore, Phase, World
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +105,7 @@ class Steps:
             aim.report.reason = "no rank has a process group to release"
             aim.report.groups = aim.plan.agreed(verdict["kept"], suspended=False)[1]
         elif self._has_acted:
-            if verdict.get("freed") is not None:
-                aim.transition.freed_bytes_over_ranks = tuple(verdict["freed"])
-            aim.report.transitions.append(aim.transition)
-            logger.info("rank %d %s", world.rank, aim.transition)
+            aim.write_down(verdict, world.rank)
         self._old.clear()
         gloo.end(self._dropped)
         world.outdate(set())
@@ -150,16 +147,16 @@ class Steps:
         groups, aim.report.groups = aim.plan.agreed(verdict["kept"], suspended=suspends)
         for group in groups:
             group.connected = group.connected and group.key not in verdict["unconnected"]
-        memory = FreeMemory(groups)
+        memory = MemoryBefore(groups)
         with aim.transition.step(strategy.step):
             taken, problems = self._take_off(groups, number, aim.options, strategy)
             unreleased = strategy.release(taken, self._means())
         aim.transition.groups = len(groups)
-        aim.transition.freed_bytes = memory.gained()
+        aim.transition.memory = memory.until_now()
         tolerated = unreleased if suspends and aim.options.strategy == "auto" else []
         return {
             **_said(problems if tolerated else problems + unreleased),
-            "freed": aim.transition.freed_bytes,
+            **aim.numbers(),
             "unsuspended": "; ".join(each.text for each in tolerated),
         }
 
@@ -230,14 +227,14 @@ class Steps:
             group, where = here.pop(key), ranks_text(verdict["gone"][key])
             logger.warning("rank %d: %s is not restored: it was destroyed on %s", world.rank, group, where)
         groups = list(here.values())
-        memory = FreeMemory(groups)
+        memory = MemoryBefore(groups)
         self._half_back = groups
         prefix, in_turn = world.prefix("generation", number), verdict["in turn"]
         self._ready, problems = world.strategy.restore(groups, prefix, self._means(), in_turn=in_turn)
         if problems:
             return _said(problems)
-        aim.transition.freed_bytes = memory.gained()
-        return {"step": "built", "step of": number, "freed": aim.transition.freed_bytes}
+        aim.transition.memory = memory.until_now()
+        return {"step": "built", "step of": number, **aim.numbers()}
 
     def _put_on(self, verdict: Verdict, number: int) -> Said:
         """Put the backends that are ready on the tables."""

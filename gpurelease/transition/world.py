@@ -15,7 +15,7 @@ from gpurelease.errors import ReleaseFailed, RestoreFailed, TransitionFailed, ra
 from gpurelease.groups.releasable import Releasable
 from gpurelease.groups.standin import Absence, StandIn
 from gpurelease.options import ScopeOptions, bounded
-from gpurelease.report import Report
+from gpurelease.report import Memory, Report
 from gpurelease.strategies.rebuild import Rebuild
 from gpurelease.strategies.strategy import Husks, Strategy
 from gpurelease.torch_internals import backends, books, devices, stores, tables
@@ -188,8 +188,8 @@ def _is_gone(group: ProcessGroup | None) -> bool:
     return group is None or not books.exists(group)
 
 
-class FreeMemory:
-    """What becomes free on the groups' device: to look at another would make a context there.
+class MemoryBefore:
+    """The memory of the groups' device, as it is before something is done: to look at another would make a context.
 
     Args:
         groups: The groups.
@@ -197,9 +197,11 @@ class FreeMemory:
 
     def __init__(self, groups: list[Releasable]) -> None:
         self._device: torch.device | None = next((group.device for group in groups if group.device is not None), None)
-        self._before = devices.free_bytes(self._device)
+        self._before = devices.memory(self._device)
 
-    def gained(self) -> int | None:
-        """Return the bytes that have become free since, or None without a device."""
-        free = devices.free_bytes(self._device)
-        return None if free is None or self._before is None else free - self._before
+    def until_now(self) -> Memory | None:
+        """Return what it was and what it is now, or None without a device."""
+        now = devices.memory(self._device)
+        if now is None or self._before is None:
+            return None
+        return Memory(now[1], self._before[0], now[0], self._before[2] - now[2])

@@ -7,8 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpurelease.agreement.answers import USUAL, without_usual
 from gpurelease.agreement.compact import packed, unpacked
-from gpurelease.agreement.verdicts import USUAL, without_usual
 
 RANKS = st.sets(st.integers(0, 50)).map(sorted)
 TEXTS = st.dictionaries(st.integers(0, 50), st.sampled_from(["no", "too late", ""]))

@@ -156,7 +156,7 @@ def test_auto_suspends_if_all_ranks_can_and_says_why_it_does_not():
 
 def test_all_stay_released_if_all_went_well_and_want_that():
     found = verdict(released(freed=5), released(contexts=True), released(freed=9))
-    assert found == {"do": "rest", "freed": [5, 9], "contexts": True}
+    assert found == {"do": "rest", "freed": [5, 7, 9], "worked": None, "contexts": True}
 
 
 def test_a_release_that_failed_on_one_rank_is_undone_on_all():
@@ -199,10 +199,11 @@ def test_if_one_rank_cannot_build_side_by_side_none_does():
 
 
 def test_nobody_puts_on_what_not_all_have_built_together():
-    assert verdict(built(), built(freed=-3)) == {
+    assert verdict(built(worked=0.5), built(freed=-3, worked=1.5)) == {
         "do": "put on",
         "last": True,
-        "freed": [-3, -3],
+        "freed": [-3, -3, -3],
+        "worked": [0.5, 1.0, 1.5],
         "doubts": False,
         "contexts failed": {},
     }

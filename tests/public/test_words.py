@@ -9,19 +9,28 @@ import pytest
 
 from gpurelease import ReleaseFailed, RestoreFailed
 from gpurelease.errors import ContextFailed, ranks_text
-from gpurelease.report import GroupReport, Report, Transition
+from gpurelease.report import GroupReport, Memory, Report, Transition
 
 
 def test_a_report_says_it_in_one_line():
-    released = Transition("release", 18, {"roll call": 0.01, "tear down": 0.04}, 7 * 2**30, (6 * 2**30, 8 * 2**30))
+    memory = Memory(80 * 2**30, 10 * 2**30, 20 * 2**30, 3 * 2**30)
+    released = Transition("release", 18, {"roll call": 0.01, "tear down": 0.04}, memory)
     assert str(released) == (
-        "released 18 process groups in 0.050 s (roll call 0.010, tear down 0.040), freed 7.00 GiB of device memory "
-        "(6.00 GiB to 8.00 GiB over the ranks)"
+        "released 18 process groups in 0.050 s (roll call 0.010, tear down 0.040), freed 7.00 GiB of device memory, "
+        "and emptied torch's cache of 3.00 GiB"
     )
-    restored = Transition("restore", 1, {"build": 0.5}, -(2**30), (-(2**31), -(2**30)))
+    released.freed_bytes_over_ranks = (6 * 2**30, 6.5 * 2**30, 8 * 2**30)
+    released.working_seconds_over_ranks = (0.01, 0.02, 0.04)
+    assert str(released) == (
+        "released 18 process groups in 0.050 s (roll call 0.010, tear down 0.040; without waiting 0.010 to 0.040 over "
+        "the ranks, 0.020 in the mean), freed 7.00 GiB of device memory (6.00 GiB to 8.00 GiB over the ranks, 6.50 GiB "
+        "in the mean), and emptied torch's cache of 3.00 GiB"
+    )
+    memory = Memory(80 * 2**30, 20 * 2**30, 19 * 2**30, 0)
+    restored = Transition("restore", 1, {"build": 0.5}, memory, (-(2**31), -1.5 * 2**30, -(2**30)))
     assert str(restored) == (
         "restored 1 process group in 0.500 s (build 0.500), took 1.00 GiB of device memory "
-        "(1.00 GiB to 2.00 GiB over the ranks)"
+        "(1.00 GiB to 2.00 GiB over the ranks, 1.50 GiB in the mean)"
     )
     groups = [
         GroupReport("0", "default_pg", (0, 1), "cuda:nccl", True),

@@ -21,7 +21,7 @@ from gpurelease import (
 )
 from gpurelease.groups.releasable import Releasable
 from gpurelease.scopes import reaching
-from gpurelease.torch_internals import backends, devices
+from gpurelease.torch_internals import backends, devices, gloo
 from gpurelease.transition.steps import Steps
 from tests.cycles import POSING, backend_of, cycle, refusal, total
 from tests.ranks import init_gloo, run_ranks
@@ -31,7 +31,7 @@ SIZE = 3
 # What does a step: the owner, and the name that it has there.
 RELEASE_STEPS = {
     "plan": (reaching, "plan"),
-    "stand-in": (backends, "new_default_gloo"),
+    "stand-in": (gloo, "new_default_gloo"),
     "take off": (Releasable, "take_off"),
     "shut down": (backends, "shut_down"),
     "empty cache": (devices, "empty_cache"),

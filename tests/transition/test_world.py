@@ -93,10 +93,11 @@ def one_line(rank, size):
 
 
 def test_one_info_line_per_transition():
-    for rank, lines in enumerate(run_ranks(one_line, size=2)):
-        assert [(level, name) for level, name, _ in lines] == [("INFO", "gpurelease.transition.steps")] * 2
-        assert lines[0][2].startswith(f"rank {rank} released 1 process group in ")
-        assert lines[1][2].startswith(f"rank {rank} restored 1 process group in ")
+    lines, of_others = run_ranks(one_line, size=2)
+    assert of_others == []
+    assert [(level, name) for level, name, _ in lines] == [("INFO", "gpurelease.transition.aim")] * 2
+    assert lines[0][2].startswith("rank 0 released 1 process group in ")
+    assert lines[1][2].startswith("rank 0 restored 1 process group in ")
 
 
 def flat(rank, size, cycles):
