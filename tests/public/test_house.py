@@ -32,6 +32,11 @@ def test_all_is_the_public_surface():
         assert getattr(gpurelease, name).__doc__, f"{name} has no docs"
 
 
+def test_dir_has_the_public_names_only():
+    assert [name for name in dir(gpurelease) if not name.startswith("__")] == gpurelease.__all__
+    assert {"__doc__", "__all__"} <= set(dir(gpurelease))
+
+
 def _is_module(value):
     import types
 
