@@ -85,6 +85,7 @@ def decorated():
 
 
 def split():
+    sleep_world(**OPTIONS, also=[Counted])
     sleep_world(**OPTIONS)
     wake_world()
 
