@@ -67,8 +67,9 @@ def released_world(
             same options, at the end: it gives back everything. ``"suspend"`` keeps them and has NCCL give back what it
             can of their memory (torch 2.12, NCCL 2.29.7 and up), which takes less time. ``"auto"`` suspends if all
             communicators on all ranks can be suspended, and else rebuilds; the report says which, and why.
-        keep: What is left alone: process groups, names or descriptions of groups, or one predicate on a group. A
-            group is released only if all its members release it.
+        keep: What is left alone: a process group, a DeviceMesh with all its groups, a name or description of groups,
+            several of these, or one predicate on a group. A group is released only if all its members release it. A
+            name that no rank knows fails on all ranks, with the names that there are.
         backends: Names of the backends to release ("nccl"); by default all that serve an accelerator. ``("gloo",)``
             shows the whole life cycle on a machine without a GPU.
         timeout: Longest wait for other ranks, in seconds or as a timedelta; by default WORLD's own time-out. It bounds

@@ -13,11 +13,15 @@ from gpurelease.errors import InvalidOption
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
-    Keep: TypeAlias = ProcessGroup | str | Iterable[ProcessGroup | str] | Callable[[ProcessGroup], bool]
+    Item: TypeAlias = ProcessGroup | DeviceMesh | str | None
+    Keep: TypeAlias = Item | Iterable[Item] | Callable[[ProcessGroup], bool]
 
 StrategyName: TypeAlias = Literal["rebuild", "suspend", "auto"]
 STRATEGIES: tuple[str, ...] = get_args(StrategyName)
+
+YES, NO = ("1", "true", "yes", "y", "on"), ("", "0", "false", "no", "n", "off")
 
 THREADS = 8  # more gain little where ranks share cores (64 groups, 30 ms each: 8 take 0.38 s, 16 0.28, 64 0.31)
 SHORTEST = 0.001  # seconds: stores count in milliseconds, and take none for "without end"
@@ -25,8 +29,16 @@ LONGEST = 366.0 * 24 * 3600  # seconds
 
 
 def disabled() -> bool:
-    """Return whether ``GPURELEASE_DISABLE`` turns every scope into a no-op."""
-    return os.environ.get("GPURELEASE_DISABLE", "").strip().lower() in ("1", "true", "yes")
+    """Return whether ``GPURELEASE_DISABLE`` turns every scope into a no-op.
+
+    Raises:
+        InvalidOption: It is neither a yes nor a no.
+    """
+    value = os.environ.get("GPURELEASE_DISABLE", "")
+    word = value.strip().lower()
+    if word not in (*YES, *NO):
+        raise InvalidOption(f"GPURELEASE_DISABLE={value!r} is neither yes nor no: set it to 1 or 0, or unset it")
+    return word in YES
 
 
 def connects_in_turn() -> bool:
@@ -86,21 +98,32 @@ class ScopeOptions:
 def _check_keep(keep: Keep) -> tuple[Any, ...] | Callable[[ProcessGroup], bool]:
     if isinstance(keep, tuple) and not keep:
         return ()
-    from torch.distributed import GroupMember, ProcessGroup
-
-    if isinstance(keep, (str, ProcessGroup)):
-        return (keep,)
     if callable(keep):
         return keep
-    items: tuple[Any, ...] = tuple(keep)
-    for item in items:
-        # A rank outside a group holds None or NON_GROUP_MEMBER for it: nothing to keep there.
-        if item not in (None, GroupMember.NON_GROUP_MEMBER) and not isinstance(item, (str, ProcessGroup)):
-            raise InvalidOption(
-                f"keep= takes process groups, names of groups, or one predicate, and got {item!r}; "
-                "for a DeviceMesh pass mesh.get_group(dim)"
-            )
-    return tuple(item for item in items if isinstance(item, (str, ProcessGroup)))
+    items: Iterable[Any] = keep if isinstance(keep, Iterable) and not isinstance(keep, str) else (keep,)
+    return tuple(kept for item in items for kept in _kept(item))
+
+
+def _kept(item: Any) -> list[Any]:
+    """Return what an item in ``keep=`` has: handles and names of groups."""
+    from torch.distributed import GroupMember, ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(item, (str, ProcessGroup)):
+        return [item]
+    if isinstance(item, DeviceMesh):
+        if item.get_coordinate() is None:  # this rank is outside
+            return []
+        try:
+            return item.get_all_groups()
+        except RuntimeError as error:
+            raise InvalidOption(f"keep= got a {item} that has no process groups ({error})") from error
+    # A rank outside a group holds None or NON_GROUP_MEMBER for it: nothing to keep there.
+    if item in (None, GroupMember.NON_GROUP_MEMBER):
+        return []
+    raise InvalidOption(
+        f"keep= takes process groups, device meshes, names or descriptions, or one predicate, and got {item!r}"
+    )
 
 
 def _check_backends(backends: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -10,15 +10,19 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from gpurelease import InvalidOption, released_world
-from gpurelease.options import LONGEST, SHORTEST, ScopeOptions
+from gpurelease import InvalidOption, release_depth, released_world, sleep_world, wake_world
+from gpurelease.options import LONGEST, SHORTEST, ScopeOptions, disabled
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         ({"strategy": "renew"}, "strategy='renew' is not known; there is 'rebuild'"),
-        ({"keep": [3]}, "keep= takes process groups, names of groups, or one predicate, and got 3"),
+        (
+            {"keep": [3]},
+            "keep= takes process groups, device meshes, names or descriptions, or one predicate, and got 3",
+        ),
+        ({"keep": 3}, "or one predicate, and got 3"),
         ({"backends": ("ncl",)}, "'ncl' is not a backend of this torch"),
         ({"backends": ()}, "would release nothing"),
         ({"timeout": 0}, "timeout=0 must be a positive number of seconds"),
@@ -67,4 +71,31 @@ def test_options_have_one_form():
     options = ScopeOptions.check("rebuild", "tp", "NCCL", timedelta(minutes=2))
     assert options == ScopeOptions("rebuild", ("tp",), ("nccl",), 120.0)
     assert ScopeOptions.check("rebuild", [None, GroupMember.NON_GROUP_MEMBER], None, None).keep == ()
+    assert ScopeOptions.check("rebuild", None, None, None).keep == ()
+    assert ScopeOptions.check("rebuild", GroupMember.NON_GROUP_MEMBER, None, None).keep == ()
     assert ScopeOptions.check("rebuild", str.isalpha, None, None).keep is str.isalpha
+
+
+@pytest.mark.parametrize(
+    "words, is_off",
+    [
+        (("1", "true", "True", "YES", "y", "on", " On "), True),
+        (("", " ", "0", "false", "No", "n", "OFF"), False),
+    ],
+)
+def test_words_that_disable_and_words_that_do_not(monkeypatch, words, is_off):
+    for word in words:
+        monkeypatch.setenv("GPURELEASE_DISABLE", word)
+        assert disabled() is is_off, word
+    monkeypatch.delenv("GPURELEASE_DISABLE")
+    assert not disabled()
+
+
+@pytest.mark.parametrize("word", ["2", "maybe", "ture"])
+def test_any_other_word_is_an_error_at_the_first_scope(monkeypatch, no_world, word):
+    monkeypatch.setenv("GPURELEASE_DISABLE", word)
+    scope = released_world()
+    for begin in (scope.__enter__, sleep_world, wake_world):
+        with pytest.raises(InvalidOption, match=f"GPURELEASE_DISABLE='{word}' is neither yes nor no"):
+            begin()
+    assert release_depth() == 0
