@@ -16,7 +16,10 @@ A collective on a released group raises a plain ``RuntimeError``: it is torch's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+
+NAMES_TOLD = 12
 
 
 class GpuReleaseError(Exception):
@@ -120,5 +123,19 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(pieces) > 9:
         pieces[8:] = [(f"{sum(count for _, count in pieces[8:]):,} more", 0)]
     words = [piece for piece, _ in pieces]
+    if not words:
+        return ""
     text = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
     return f"rank{'' if len(ranks) == 1 else 's'} {text}"
+
+
+def nearest(mistaken: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return a few of ``names``, those first that look most like one of the mistaken ones."""
+    found = [difflib.get_close_matches(name, names, NAMES_TOLD, cutoff=0) for name in mistaken]
+    return list(dict.fromkeys(name for near in found for name in near))
+
+
+def group_text(name: str, description: str, ranks: Sequence[int]) -> str:
+    """Return "process group '3' (tp)"; of one that has no description, "process group '3' (ranks 0 to 7)"."""
+    what = description if description not in ("", "undefined") else ranks_text(ranks)  # the latter is torch's own
+    return f"process group {name!r} ({what})" if what else f"process group {name!r}"

@@ -12,6 +12,8 @@ import torch
 
 from gpurelease import views
 
+from gpurelease.errors import group_text
+
 Kind: TypeAlias = Literal["release", "restore"]
 SOME = 6  # names in a line of the log
 Spread: TypeAlias = tuple[float, float, float]  # least, mean and most over the ranks
@@ -45,10 +47,8 @@ class GroupReport:
     suspended_bytes: int | None = None
     stayed_bytes: int | None = None
 
-    @property
-    def title(self) -> str:
-        """How it is called: by its description, if it has one that says something, and its name."""
-        return self.name if self.description in ("", "undefined") else f"{self.description} ({self.name})"
+    def __str__(self) -> str:
+        return group_text(self.name, self.description, self.ranks)
 
     def unsuspended(self) -> GroupReport:
         """Return the same for communicators that were ended after all."""
@@ -232,9 +232,9 @@ class Report:
         idle = [group for group in self.released if group.connected is False]
         parts = []
         if self.kept:
-            parts.append("kept " + _listed(f"{group.title} ({group.reason})" for group in self.kept))
+            parts.append("kept " + _listed(f"{group} ({group.reason})" for group in self.kept))
         if idle:
-            parts.append("never used before: " + _listed(group.title for group in idle))
+            parts.append("never used before: " + _listed(map(str, idle)))
         return "; ".join(parts)
 
     def __rich__(self) -> Any:

@@ -39,4 +39,4 @@ def _rows(report: Report) -> Iterator[tuple[str, ...]]:
             what = "released" if group.connected is not False else "released, and never used before"
         if group.suspended_bytes is not None:
             what = f"suspended {group.suspended_bytes:,} bytes, and {group.stayed_bytes or 0:,} stayed"
-        yield group.title, ", ".join(map(str, group.ranks)), group.backend, what
+        yield str(group), ", ".join(map(str, group.ranks)), group.backend, what

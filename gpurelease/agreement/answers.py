@@ -18,6 +18,7 @@ USUAL: Answer = {
     "backends": None,
     "groups": None,
     "unmatched": [],
+    "names": [],
     "as in": None,
     "held by": "rebuild",
     "contexts": False,

@@ -35,7 +35,7 @@ from collections import Counter, defaultdict
 
 from gpurelease.agreement.answers import USUAL, differences, numbers, of_some_only, one_stand_in, problems_of
 from gpurelease.agreement.ballot import Answers, Verdict
-from gpurelease.errors import ranks_text
+from gpurelease.errors import nearest, ranks_text
 
 
 def conclude(answers: Answers) -> Verdict:
@@ -84,8 +84,9 @@ def _from_armed(answers: Answers) -> Verdict:
 
     Answers have "stand-in" and "contexts" (whether there is an ``also=``), and "strategy", "backends", "groups" (key ->
     [size of the group, whether it is connected, why it cannot be suspended]), "unmatched" (names in ``keep=`` that
-    match nothing on that rank) and "world" (the key of WORLD, if it is one of the groups). If all that is as it was
-    when it was decided on before, they have the number of that roll call in "as in" instead.
+    match nothing on that rank), "names" (those that they may stand for) and "world" (the key of WORLD, if it is one of
+    the groups). If all that is as it was when it was decided on before, they have the number of that roll call in "as
+    in" instead.
 
     Returns:
         "as in": that number, if it is the same on all ranks, instead of the next four.
@@ -223,7 +224,9 @@ def _failed(failures: dict[int, str]) -> Verdict:
 def _unmatched(answers: Answers) -> dict[int, str]:
     """Return, for rank 0, a name in ``keep=`` that is no group's on any rank."""
     for name in set(answers[0]["unmatched"]).intersection(*(answer["unmatched"] for answer in answers[1:])):
-        return {0: f"keep={name!r} is neither name nor description of a process group on any rank"}
+        there_are = nearest([name], sorted({each for answer in answers for each in answer["names"]}))
+        names = f"; there {'is' if len(there_are) == 1 else 'are'} {', '.join(map(repr, there_are))}"
+        return {0: f"keep={name!r} is neither name nor description of a process group on any rank{names}"}
     return {}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from gpurelease.errors import ranks_text
+from gpurelease.errors import nearest, ranks_text
 from gpurelease.groups.blueprint import why_not_rebuilt
 from gpurelease.groups.releasable import Releasable, key_of
 from gpurelease.options import ScopeOptions
@@ -31,11 +31,13 @@ class Plan:
         candidates: Groups that this rank would release, in the order that all ranks have.
         kept: Groups that this rank leaves alone, each with the reason.
         unmatched: Names in ``keep=`` that are no group's name or description on this rank.
+        names: If there are any, names and descriptions of groups on this rank, those first that look most like them.
     """
 
     candidates: list[Releasable] = field(default_factory=list)
     kept: list[GroupReport] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     def agreed(
         self, kept: Mapping[str, Sequence[int]], *, suspended: bool
@@ -84,6 +86,7 @@ def plan(world: ProcessGroup, options: ScopeOptions, made_while_released: Collec
     plan.kept += map(_describe_unlisted, unlisted)
     if not callable(options.keep):
         plan.unmatched = [name for name in options.keep if isinstance(name, str) and name not in named]
+        plan.names = nearest(plan.unmatched, named - {"undefined"})  # what torch calls a group without a description
     return plan
 
 
@@ -122,17 +125,17 @@ def _why_kept(
 ) -> str:
     """Return why this rank leaves ``group`` alone, or the empty string; and note which names in ``keep=`` it has."""
     named |= {books.name_of(group), group.group_desc}
-    if keeps(options, group):
-        return "keep="
     if not tables.has_table(group):
         return f"it is a {type(group).__name__}, which has no table of backends"
     if not rows:
         return "no accelerator backend" if options.backends is None else f"no backend of {', '.join(options.backends)}"
+    if keeps(options, group):
+        return "keep="
     if reason := _why_foreign(world, group):
         return reason
     for name in rows:
         if reason := why_not_rebuilt(name):
-            logger.warning("process group %r holds its communicators: %s", books.name_of(group), reason)
+            logger.warning("%s holds its communicators: %s", books.text_of(group), reason)
             return reason
     return ""
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
+from gpurelease.errors import group_text
 from gpurelease.groups.blueprint import Blueprint
 from gpurelease.torch_internals import backends as torch_backends
 from gpurelease.torch_internals import books, devices, nccl, stores, tables
@@ -53,9 +54,9 @@ class Releasable:
     ) -> None:
         self.group = group
         self._spelled = spelled
-        self._name, ranks = books.name_of(group), books.ranks_of(group)
+        self._name, self._ranks = books.name_of(group), books.ranks_of(group)
         self.key = key_of(group)
-        self.order = order_of(self._name, ranks)
+        self.order = order_of(self._name, self._ranks)
         live = [each[0].backend for each in rows.values()]
         connections = [torch_backends.connection_of(backend) for backend in live]
         self.connected = any(connection.there for connection in connections)
@@ -71,14 +72,13 @@ class Releasable:
         self.why_not_suspended = f"{self}: {why_not}" if why_not else ""
         told = [each.memory for each in may_be if each.memory is not None]
         self.memory = (sum(gives for gives, _ in told), sum(stays for _, stays in told)) if told else None
-        self._ranks = ranks
         self.met_on: list[Any] = []
         self._recorded = False
         self._parts = [self._part(name, each) for name, each in rows.items()]
         self.in_turn = self._in_turn(live)
 
     def __str__(self) -> str:
-        return f"process group {self._name!r} ({self.group.group_desc})"
+        return group_text(self._name, self.group.group_desc, self._ranks)
 
     @property
     def backend_names(self) -> list[str]:

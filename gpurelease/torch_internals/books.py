@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
+from gpurelease.errors import group_text
 from gpurelease.torch_internals.extension import extension
 from gpurelease.torch_internals.stores import are_one, base_of
 
@@ -53,6 +54,11 @@ def unlisted_groups(world: ProcessGroup) -> list[ProcessGroup]:
         return named_so or (base_of(own) is not base_of(of_world) and are_one(own, of_world))
 
     return [group for group in extension().groups_held(ProcessGroup) if group not in listed and was_never_listed(group)]
+
+
+def text_of(group: ProcessGroup) -> str:
+    """Return what errors call ``group``: by its name, and its description or its members."""
+    return group_text(name_of(group), group.group_desc, ranks_of(group))
 
 
 def name_of(group: ProcessGroup) -> str:

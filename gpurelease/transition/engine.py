@@ -237,6 +237,7 @@ class Engine:
             "backends": aim.options.backends,
             "groups": _list(aim.plan.candidates),
             "unmatched": aim.plan.unmatched,
+            "names": aim.plan.names,
             "world": "" if self._own is None else self._own.key,
         }
 

@@ -139,7 +139,7 @@ def warn_of(world: World, made: Sequence[ProcessGroup]) -> None:
         return
     world.has_warned = True
     logger.warning(
-        "made inside a released scope without a backend named, and so on Gloo, where they stay: process groups %s. "
+        "made inside a released scope without a backend named, and so on Gloo, where they stay: %s. "
         "If they are meant for the device, make them before the scope, or name the backend",
-        ", ".join(f"{books.name_of(group)!r} ({group.group_desc})" for group in groups),
+        ", ".join(map(books.text_of, groups)),
     )

@@ -26,6 +26,7 @@ from gpurelease.strategies.suspend import Suspend
 from gpurelease.torch_internals import books, stores
 from gpurelease.transition import gloo
 from gpurelease.transition.aim import Aim
+from gpurelease.transition.nothing import why_nothing
 from gpurelease.transition.passage import Abandoned, Passage
 from gpurelease.transition.world import MemoryBefore, Phase, World
 
@@ -102,8 +103,8 @@ class Steps:
         """Write down what was done and tidy up, now that all ranks are in one state."""
         world, aim = self._world, self._aim
         if verdict.get("nothing"):
-            aim.report.reason = "no rank has a process group to release"
             aim.report.groups = aim.plan.agreed(verdict["kept"], suspended=False)[1]
+            aim.report.reason = why_nothing(world, aim.options, aim.report.groups)
         elif self._has_acted:
             aim.write_down(verdict, world.rank)
         self._old.clear()

@@ -72,6 +72,7 @@ class World:
         met_on: With their groups, what backends were built on, for their keys to be deleted when they are gone.
         obsolete: The same of backends that are gone.
         has_warned: Whether somebody was told of groups that were made on Gloo inside a scope.
+        has_warned_of_nothing: Whether somebody was told that the options of a scope leave nothing to release.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -97,6 +98,7 @@ class World:
         self.met_on: list[tuple[weakref.ref[ProcessGroup], list[Any]]] = []
         self.obsolete: list[Any] = []
         self.has_warned = False
+        self.has_warned_of_nothing = False
 
     @property
     def group(self) -> ProcessGroup | None:

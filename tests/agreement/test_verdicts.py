@@ -107,9 +107,12 @@ def test_world_is_released_once_all_ranks_have_one_gloo_for_it():
 
 
 def test_a_name_to_keep_must_exist_on_some_rank():
-    assert verdict(answer(unmatched=["tp", "pp"]), answer(unmatched=["pp"])) == {
+    mine = answer(unmatched=["tp", "pp"], names=["cp", "dp"])
+    assert verdict(mine, answer(unmatched=["pp"], names=["dp", "epp"])) == {
         "do": "fail",
-        "failures": {0: "keep='pp' is neither name nor description of a process group on any rank"},
+        "failures": {
+            0: "keep='pp' is neither name nor description of a process group on any rank; there are 'epp', 'dp', 'cp'"
+        },
         "last": True,
     }
 

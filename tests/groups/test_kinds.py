@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gpurelease
 from gpurelease import (
@@ -204,6 +205,10 @@ def keeping(rank, size):
         assert refusal(handle)
         assert total() == 6
     assert total(handle) == 6
+    with released_world(keep=handle.group_name, **POSING) as scope:
+        assert reason_kept(scope, handle) == "keep=" and refusal(named)
+    if rank == 1:
+        dist.new_group([1], group_desc="weight_synk", use_local_synchronization=True)
     try:
         with released_world(keep=["weight_sync"], **POSING):
             pass
@@ -214,7 +219,31 @@ def keeping(rank, size):
 
 def test_keep_takes_names_handles_and_predicates_and_one_member_is_enough():
     for text in run_ranks(keeping):
-        assert "keep='weight_sync' is neither name nor description of a process group on any rank" in text
+        assert "keep='weight_sync' is neither name nor description of a process group on any rank; there are " in text
+        assert "there are 'weight_synk', 'weight sync', " in text
+
+
+def keeping_meshes(rank, size):
+    init_gloo(rank, size)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    outside = DeviceMesh("cpu", [0, 1])
+    other = dist.new_group([0, 1, 2, 3])
+    for keep in (mesh, [mesh, "no group of this rank's" if rank else other.group_name]):
+        with released_world(keep=keep, **POSING) as scope:
+            assert [reason_kept(scope, group) for group in mesh.get_all_groups()] == ["keep=", "keep="]
+            assert reason_kept(scope, other) == (
+                "" if keep is mesh else "keep=" if rank == 0 else "not released on rank 0"
+            )
+    with released_world(keep=mesh["tp"], **POSING) as scope:
+        assert [reason_kept(scope, group) for group in mesh.get_all_groups()] == ["", "keep="]
+    with released_world(keep=outside, **POSING) as scope:
+        assert reason_kept(scope, other) == ""
+        assert rank > 1 or reason_kept(scope, outside.get_group()) == "keep="
+    return total(other)
+
+
+def test_keep_takes_device_meshes():
+    assert run_ranks(keeping_meshes) == [6.0] * 4
 
 
 # ------------------------------------------------------------------------------------------------------- destruction

@@ -139,5 +139,7 @@ def coalescing(rank, size):
 
 def test_an_open_coalescing_block_is_refused_on_all_ranks(nccl_ranks):
     """torch's books tell only of ``_coalescing_manager``; the group's own calls are asked of the backend."""
-    text = "a coalescing block is open on process group '1' (undefined), with collectives queued in it: end it first"
+    text = (
+        "a coalescing block is open on process group '1' (ranks 0 and 1), with collectives queued in it: end it first"
+    )
     assert nccl_ranks(coalescing, 2) == [({1: text}, 1)] * 2

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from gpurelease import ReleaseFailed, RestoreFailed
-from gpurelease.errors import ContextFailed, ranks_text
+from gpurelease.errors import ContextFailed, group_text, nearest, ranks_text
 from gpurelease.report import GroupReport, Memory, Report, Transition
 
 
@@ -75,6 +75,20 @@ def test_ranks_with_the_same_complaint_are_one_line():
 def test_without_a_rank_that_died_there_is_still_a_new_world():
     assert "destroy_process_group() and init_process_group() on the others" in str(RestoreFailed("No.", {}, [3]))
     assert "destroy_process_group" not in str(RestoreFailed("No.", {3: "no memory"}))
+
+
+def test_a_group_without_a_description_is_named_by_its_members():
+    assert group_text("3", "tp", (0, 1)) == "process group '3' (tp)"
+    assert group_text("3", "undefined", range(8)) == "process group '3' (ranks 0 to 7)"
+    assert group_text("3", "", ()) == "process group '3'"
+    assert str(GroupReport("3", "undefined", (1, 5), "cuda:nccl", True)) == "process group '3' (ranks 1 and 5)"
+
+
+def test_names_are_those_that_look_most_like_the_mistaken_one():
+    names = [*map(str, range(100)), "weight_sync", "tp", "pp"]
+    assert nearest(["weigth_sync"], names)[0] == "weight_sync"
+    assert len(nearest(["weigth_sync"], names)) == 12
+    assert nearest([], names) == []
 
 
 @pytest.mark.parametrize(

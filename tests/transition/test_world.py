@@ -80,13 +80,44 @@ def test_a_machine_without_an_accelerator_has_nothing_to_release():
     assert run_ranks(nothing, size=2) == [expected] * 2
 
 
-def one_line(rank, size):
-    init_gloo(rank, size)
+def logged():
+    """Return a list that gets all lines of ours, from now on."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append((record.levelname, record.name, record.getMessage()))
     logging.getLogger("gpurelease").addHandler(handler)
     logging.getLogger("gpurelease").setLevel(logging.INFO)
+    return lines
+
+
+def nothing_unexpectedly(rank, size):
+    lines, reasons = logged(), []
+    for options in [{"backends": "ucc"}, {"backends": ("gloo",), "keep": lambda group: True}, {}, {"keep": "ours"}]:
+        store = tcp_store(rank, size, str(len(reasons)))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        dist.new_group([0, 1], group_desc="ours")
+        for _ in range(2):
+            with released_world(timeout=20, **options) as scope:
+                assert not is_released()
+        reasons.append(scope.report.reason)
+        dist.destroy_process_group()
+    return lines, reasons
+
+
+def test_a_scope_that_does_nothing_for_what_was_asked_of_it_warns_once_in_each_world_on_rank_0():
+    reasons = [
+        "no rank has a process group to release that has a backend of ucc",
+        "no rank has a process group to release, but for those in keep=",
+        "no rank has a process group to release",
+        "no rank has a process group to release",
+    ]
+    warnings = [("WARNING", "gpurelease.transition.nothing", f"nothing is released: {each}") for each in reasons[:2]]
+    assert run_ranks(nothing_unexpectedly, size=2) == [(warnings, reasons), ([], reasons)]
+
+
+def one_line(rank, size):
+    init_gloo(rank, size)
+    lines = logged()
     with released_world(**POSING), released_world():
         pass
     return lines
