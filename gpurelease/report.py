@@ -176,7 +176,7 @@ class Report:
     """
 
     reason: str = ""
-    strategy: str = ""
+    strategy: Literal["", "rebuild", "suspend"] = ""
     strategy_reason: str = ""
     groups: list[GroupReport] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)

@@ -54,11 +54,11 @@ def sleep_world(
     options, contexts = ScopeOptions.check(strategy, keep, backends, timeout), Contexts(tuple(also))
     asleep = book().asleep()
     if asleep is None:
-        frame = Frame(Phase.RELEASED, "sleep_world()", options, contexts, report=_Asleep(), is_split=True)
+        frame = Frame(Phase.RELEASED, "sleep_world()", options, contexts, report=SleepReport(), is_split=True)
         _call(frame)
         return frame.report
     # Like a scope inside the one that is open: it refuses what contradicts that, and makes up for what has failed.
-    again = Frame(Phase.RELEASED, "sleep_world()", options, report=_Asleep(), is_split=True)
+    again = Frame(Phase.RELEASED, "sleep_world()", options, report=SleepReport(), is_split=True)
     _call(again)
     _call(again)
     if again.report.transitions:
@@ -114,7 +114,7 @@ def _wake_without_sleep(given: ScopeOptions) -> Report:
     return frame.report
 
 
-class _Asleep(Report):
+class SleepReport(Report):
     """What :func:`sleep_world` returns.
 
     Who writes ``with sleep_world():`` or ``@sleep_world()`` means :func:`released_world`. The call itself cannot know,

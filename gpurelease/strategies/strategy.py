@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -87,7 +87,7 @@ class Strategy(ABC):
         step: What the release's main step is called in reports.
     """
 
-    name: str
+    name: Literal["rebuild", "suspend"]
     step: str
 
     def __init__(self, husks: Husks) -> None:

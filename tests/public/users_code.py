@@ -148,6 +148,7 @@ def reads(report: Report, log: Callable[[str], None]) -> float:
     assert_type(current_report(), Report | None)
     assert_type(is_released(), bool)
     assert_type(release_depth(), int)
+    assert_type(report.strategy, Literal["", "rebuild", "suspend"])
     assert_type(report.released, list[GroupReport])
     assert_type(report.transitions, list[Transition])
     for transition in report.transitions:
