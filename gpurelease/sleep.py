@@ -135,6 +135,7 @@ class SleepReport(Report):
         async def __aexit__(self, *told: object) -> None: ...
 
         def __call__(self, function: object) -> NoReturn:
+            """Refuse to decorate."""
             _wake_and_explain("@sleep_world()")
 
 
