@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from gpurelease import views
-
 from gpurelease.errors import group_text
 
 Kind: TypeAlias = Literal["release", "restore"]
@@ -232,7 +231,7 @@ class Report:
         idle = [group for group in self.released if group.connected is False]
         parts = []
         if self.kept:
-            parts.append("kept " + _listed(f"{group} ({group.reason})" for group in self.kept))
+            parts.append("kept " + _listed(f"{group}: {group.reason}" for group in self.kept))
         if idle:
             parts.append("never used before: " + _listed(map(str, idle)))
         return "; ".join(parts)

@@ -72,7 +72,7 @@ def test_a_report_is_plain_data():
 def test_a_report_is_a_table_in_a_notebook_and_in_a_terminal():
     dist.new_group([0], group_desc="a <b>")
     report = a_scope(keep="a <b>")
-    assert "<td>a &lt;b&gt; (" in report._repr_html_()
+    assert " (a &lt;b&gt;)</td>" in report._repr_html_()
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(report)
     text = console.export_text()
@@ -114,7 +114,7 @@ def test_rank_0_says_what_was_done_and_whom_a_failure_is_about_says_so_too():
     (first, *_), (second, *_), (third, *_) = results = run_ranks(fails_on_rank_1, 3)
     assert [result[1:] for result in results] == [(1, 3.0)] * 3
     done = [text for level, text in first if level == "INFO"]
-    assert done[0].startswith("rank 0 released ") and "kept 1: left alone (" in done[0]
+    assert done[0].startswith("rank 0 released ") and "kept 1: process group '1' (left alone): keep=" in done[0]
     assert "without waiting" in done[0] and done[1].startswith("rank 0 restored ")
     assert [level for level, text in second] == ["ERROR"] and not third
     for lines in (first, second):
