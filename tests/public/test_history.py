@@ -57,6 +57,13 @@ def test_the_last_report_and_sums_are_kept_and_who_asks_is_told(caplog):
         on_transition(None)
 
 
+def test_who_is_told_cannot_open_scopes(caplog):
+    on_transition(lambda *_: a_scope())
+    a_scope()
+    refusals = [record for record in caplog.records if "on_transition() raised" in record.getMessage()]
+    assert len(refusals) == 2 and all("from inside a transition" in str(each.exc_info[1]) for each in refusals)
+
+
 def test_a_report_is_plain_data():
     dist.new_group([0], group_desc="a <b>")
     report = a_scope()
