@@ -16,6 +16,7 @@ The package, from the outside in, each room above what it uses:
 * ``torch_internals/``: all that torch keeps private; and ``csrc/``: what Python cannot do.
 """
 
+import importlib.metadata as _metadata
 import sys as _sys
 
 from gpurelease.api import (
@@ -71,6 +72,9 @@ __all__ = [
     "totals",
     "wake_world",
 ]
+
+
+__version__ = next((each.version for each in _metadata.distributions(name="gpurelease")), "not installed")
 
 
 def __dir__() -> list[str]:

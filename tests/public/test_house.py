@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 from pathlib import Path
 
 import gpurelease
@@ -35,6 +36,7 @@ def test_all_is_the_public_surface():
 def test_dir_has_the_public_names_only():
     assert [name for name in dir(gpurelease) if not name.startswith("__")] == gpurelease.__all__
     assert {"__doc__", "__all__"} <= set(dir(gpurelease))
+    assert gpurelease.__version__ == importlib.metadata.version("gpurelease")
 
 
 def _is_module(value):
