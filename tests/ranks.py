@@ -104,6 +104,16 @@ def tcp_store(rank: int, size: int, name: str = "port") -> TCPStore:
     return TCPStore("127.0.0.1", int(meeting.get("port")), size, is_master=False, wait_for_workers=False)
 
 
+def logged(level: int) -> list[tuple[str, str, str]]:
+    """Return a list that gets all lines of ours from now on: level, name of the logger, text."""
+    lines: list[tuple[str, str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.name, record.getMessage()))
+    logging.getLogger("gpurelease").addHandler(handler)
+    logging.getLogger("gpurelease").setLevel(level)
+    return lines
+
+
 def descriptors() -> int:
     """Return how many file descriptors this process has open."""
     return len(os.listdir("/proc/self/fd")) - 1  # one is listdir's own

@@ -83,7 +83,7 @@ class Ballot:
             The verdict that counts, or None if it is too early for one; and all answers, or none.
         """
         answers = self._answers()
-        missing = [rank for rank in range(self._size) if rank not in answers]
+        missing = self._missing(answers)
         if missing and time_is_up_after is None:
             return None, []  # a rank was counted twice, when the store had not answered it
         if missing:
@@ -101,8 +101,10 @@ class Ballot:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come."""
-        there = set(self._answers())
-        return [rank for rank in range(self._size) if rank not in there]
+        return self._missing(self._answers())
+
+    def _missing(self, answers: dict[int, Answer]) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in answers]
 
     def _answers(self) -> dict[int, Answer]:
         lines = self._room.get(self._key("answers")).decode().splitlines()

@@ -82,8 +82,9 @@ class Hall:
             told = value_within(client, hall, f"token/{word}", timeout)
             if told is None:
                 raise nobody
-            number, self.token = told.decode().split()
+            number, token = told.decode().split()
             self.number = int(number)
+            self.token = token  # the last thing: who sees it asks for no lock
         finally:
             self._lock.release()
 

@@ -64,6 +64,7 @@ class RollCall:
         self._is_gone = is_gone
         self._hall = Hall(connect, rank, size, is_gone)
         self._client: Store | None = None
+        self.waited = 0.0
         self._lock = threading.Lock()
         self._calls = 0  # how often this rank has come
         self._in = 0  # the roll call that a thread is in, or 0
@@ -186,7 +187,7 @@ class RollCall:
             verdict, answers = ballot.conclude(conclude)
             tell_of_having_come_last(self._rank, answers)
         if verdict is None:
-            waiting = Waiting(lambda: Ballot(self._connect(), self.token, number, self._rank, self._size), answer)
+            waiting = Waiting(lambda: self._ballot(number, self._connect()), answer)
             with waiting.told(self._rank, timeout):
                 verdict, answers = self._await(ballot, conclude, timeout, deadline, others_get_on, in_grace)
             self.waited += time.monotonic() - started
@@ -276,7 +277,7 @@ class RollCall:
         while not counts and (calls == self._calls or is_in):
             if is_in:
                 self._broken_off = number
-            counts = Ballot(client, self.token, number, self._rank, self._size).propose(verdict) == verdict
+            counts = self._ballot(number, client).propose(verdict) == verdict
             if is_in:
                 break
             self.number = max(self.number, number + 1)
@@ -286,8 +287,9 @@ class RollCall:
             self._hall.open(number, timeout)  # the others are told when they come
         return counts
 
-    def _ballot(self, number: int | None = None) -> Ballot:
-        return Ballot(self.client, self.token, number or self.number, self._rank, self._size)
+    def _ballot(self, number: int | None = None, client: Store | None = None) -> Ballot:
+        client = self.client if client is None else client
+        return Ballot(client, self.token, number or self.number, self._rank, self._size)
 
 
 def store_is_silent(error: BaseException | None = None) -> NotAllCame:

@@ -13,6 +13,11 @@ from torch.distributed.distributed_c10d import Store
 from gpurelease.torch_internals.backends import Backend, start_sequence
 
 
+def is_lazy() -> bool:
+    """Return whether torch's own Gloo backends connect two ranks only when they talk."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+
+
 def new_gloo(store: Store, rank: int, size: int, options: Any) -> Backend:
     """Return a new ``ProcessGroupGloo``, connected to all members. All members must call.
 
@@ -23,7 +28,7 @@ def new_gloo(store: Store, rank: int, size: int, options: Any) -> Backend:
         size: Number of members.
         options: Its options, for it alone.
     """
-    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
+    if is_lazy():
         options._devices = _lazy_gloo_devices()  # such a device ends with the backend that it was made for
     backend = distributed_c10d.ProcessGroupGloo(store, rank, size, options)
     start_sequence(backend)

@@ -245,7 +245,7 @@ class Engine:
         """See what kind of Gloo this rank has room for."""
         group, aim = self._world.group, self._aim
         if group is not None and (self._own is not None or self._world.is_released):
-            aim.narrow = bool(gloo.why_not_to_all(group))
+            aim.narrow = not gloo.may_connect_to_all(group)
             aim.problem = aim.problem or (gloo.why_no_room(group) if aim.narrow else "")
 
     def _stand_in(self, *, as_decided: bool) -> str:

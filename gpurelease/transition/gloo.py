@@ -14,6 +14,7 @@ from gpurelease.groups.standin import StandIn, build_stand_in
 from gpurelease.strategies.pool import Job, Token
 from gpurelease.strategies.strategy import Means
 from gpurelease.torch_internals import books, tables
+from gpurelease.torch_internals import gloo as torch_gloo
 from gpurelease.transition.world import World
 
 try:
@@ -24,20 +25,17 @@ except ImportError:  # on Windows
 logger = logging.getLogger(__name__)
 
 
-TO_ALL_UP_TO = (
-    256  # ranks: each reads 8 bytes for every two of them from the store, that is 134 MB then, 8.6 GB at 1,024
-)
+# Ranks. Each reads 8 bytes for every two of them from the store: that is 134 MB then, 8.6 GB at 1,024.
+TO_ALL_UP_TO = 256
 GLOO_TAKES = 5  # file descriptors, beside its connections (3, counted at 4 to 64 ranks)
 WE_TAKE = 3  # until it is built (1, counted: our own client of the store; on rank 0 for a while another one)
 
 
-def why_not_to_all(world: ProcessGroup) -> str:
-    """Return why a Gloo for WORLD must not connect this rank to every other, or the empty string."""
-    if world.size() > TO_ALL_UP_TO:
-        return f"WORLD has more than {TO_ALL_UP_TO} ranks"
-    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
-        return "TORCH_GLOO_LAZY_INIT is set"
-    return _why_no_room(_needed(world, connections=world.size()))
+def may_connect_to_all(world: ProcessGroup) -> bool:
+    """Return whether a Gloo for WORLD may connect this rank to every other."""
+    if world.size() > TO_ALL_UP_TO or torch_gloo.is_lazy():
+        return False
+    return not _why_no_room(_needed(world, connections=world.size()))
 
 
 def why_no_room(world: ProcessGroup) -> str:

@@ -13,25 +13,7 @@ from gpurelease.agreement import ballot, rollcall
 from gpurelease.agreement.rollcall import RollCall
 from gpurelease.agreement.waiting import NotAllCame
 from gpurelease.torch_internals.stores import client_of
-
-
-def a_store(kind, folder):
-    if kind == "hash":
-        return dist.HashStore()
-    if kind == "file":
-        return dist.FileStore(str(folder / "store"), 1)
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@pytest.fixture(params=["hash", "tcp"])
-def store(request, tmp_path):
-    return a_store(request.param, tmp_path)
-
-
-@pytest.fixture(params=["hash", "tcp", "file"])
-def any_store(request, tmp_path):
-    """Also a FileStore, that looks at its time-outs once a second."""
-    return a_store(request.param, tmp_path)
+from tests.agreement.conftest import a_store
 
 
 def together(calls):

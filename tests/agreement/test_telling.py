@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from gpurelease.agreement import telling
-from tests.agreement.test_rollcall import caller, everyone, keys, store, together, world  # noqa: F401
+from tests.agreement.test_rollcall import caller, everyone, keys, together, world
 
 LATE = 1.5
 
@@ -27,7 +27,7 @@ def told_of(caplog, ranks, late, timeout=8.0):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_rank_0_says_ever_more_rarely_whom_it_waits_for_and_the_last_hears_of_it(store, caplog):  # noqa: F811
+def test_rank_0_says_ever_more_rarely_whom_it_waits_for_and_the_last_hears_of_it(store, caplog):
     ranks = world(store)
     everyone(ranks)
     told = told_of(caplog, ranks, {2})
@@ -41,7 +41,7 @@ def test_rank_0_says_ever_more_rarely_whom_it_waits_for_and_the_last_hears_of_it
     assert len(keys(store)) <= 5
 
 
-def test_if_it_is_rank_0_that_is_late_rank_1_says_so_also_the_first_time(store, caplog):  # noqa: F811
+def test_if_it_is_rank_0_that_is_late_rank_1_says_so_also_the_first_time(store, caplog):
     ranks = world(store, 4)
     for _ in range(2):
         told = told_of(caplog, ranks, {0, 3})
@@ -52,7 +52,7 @@ def test_if_it_is_rank_0_that_is_late_rank_1_says_so_also_the_first_time(store, 
         assert any(text.startswith("rank 1 has waited") for text in told)
 
 
-def test_who_is_in_time_causes_no_words(store, caplog):  # noqa: F811
+def test_who_is_in_time_causes_no_words(store, caplog):
     ranks = world(store)
     everyone(ranks)
     caplog.clear()

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpurelease import InvalidOption, RestoreFailed, history, last_report, on_transition, released_world, totals
 from gpurelease.groups.releasable import Releasable
 from tests.cycles import POSING, total
-from tests.ranks import init_gloo, run_ranks
+from tests.ranks import init_gloo, logged, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -97,11 +97,7 @@ def test_profilers_see_the_steps():
 
 
 def fails_on_rank_1(rank, size):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
-    logging.getLogger("gpurelease").addHandler(handler)
-    logging.getLogger("gpurelease").setLevel(logging.INFO)
+    lines = logged(logging.INFO)
     init_gloo(rank, size)
     unused = dist.new_group([0, 1, 2], group_desc="left alone")
     with released_world(**POSING, keep=unused):
@@ -120,10 +116,10 @@ def fails_on_rank_1(rank, size):
 def test_rank_0_says_what_was_done_and_whom_a_failure_is_about_says_so_too():
     (first, *_), (second, *_), (third, *_) = results = run_ranks(fails_on_rank_1, 3)
     assert [result[1:] for result in results] == [(1, 3.0)] * 3
-    done = [text for level, text in first if level == "INFO"]
+    done = [text for level, _, text in first if level == "INFO"]
     assert done[0].startswith("rank 0 released ") and "kept 1: process group '1' (left alone): keep=" in done[0]
     assert "without waiting" in done[0] and done[1].startswith("rank 0 restored ")
-    assert [level for level, text in second] == ["ERROR"] and not third
+    assert [level for level, _, text in second] == ["ERROR"] and not third
     for lines in (first, second):
-        [failed] = [text for level, text in lines if level == "ERROR"]
+        [failed] = [text for level, _, text in lines if level == "ERROR"]
         assert " could not restore the world: " in failed and "rank 1: " in failed

@@ -20,7 +20,7 @@ from gpurelease import (
 from gpurelease.groups.releasable import Releasable
 from tests.cycles import POSING, backend_of, cycle, total
 from tests.groups.test_kinds import OutOfTree, init_posing, reason_kept
-from tests.ranks import init_gloo, run_ranks, tcp_store
+from tests.ranks import init_gloo, logged, run_ranks, tcp_store
 
 
 def gloo_stands_in(rank, size):
@@ -80,10 +80,7 @@ def init_for_both(rank, size):
 def made_inside(rank, size, init, backend):
     """Make groups in all ways inside scopes of a WORLD that is not on Gloo, and return what was warned of, by scope."""
     init(rank, size)
-    warnings, by_scope = [], []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("gpurelease").addHandler(handler)
+    warnings, by_scope = logged(logging.WARNING), []
     everybody = list(range(size))
 
     def with_a_backend_named():
@@ -99,7 +96,7 @@ def made_inside(rank, size, init, backend):
     for make in (with_a_backend_named, groups, mesh) if backend == "posing" else (with_a_backend_named, mesh, groups):
         with released_world(backends=(backend,), timeout=20):
             make()
-        by_scope.append(list(warnings))
+        by_scope.append([text for _, _, text in warnings])
         warnings.clear()
     return by_scope
 
@@ -117,10 +114,7 @@ def test_groups_and_meshes_made_inside_on_gloo_are_warned_of_once_by_name(init, 
 
 def on_gloo_anyway(rank, size):
     init_gloo(rank, size)
-    warnings = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("gpurelease").addHandler(handler)
+    warnings = logged(logging.WARNING)
     with released_world(**POSING):
         dist.new_group([0, 1])
     return warnings

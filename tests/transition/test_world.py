@@ -12,7 +12,7 @@ from gpurelease import (
 )
 from tests.cycles import POSING, cycle, total
 from tests.flat import check, many_cycles
-from tests.ranks import init_gloo, run_ranks, tcp_store
+from tests.ranks import init_gloo, logged, run_ranks, tcp_store
 
 
 def destroying_the_world(rank, size):
@@ -80,18 +80,8 @@ def test_a_machine_without_an_accelerator_has_nothing_to_release():
     assert run_ranks(nothing, size=2) == [expected] * 2
 
 
-def logged():
-    """Return a list that gets all lines of ours, from now on."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append((record.levelname, record.name, record.getMessage()))
-    logging.getLogger("gpurelease").addHandler(handler)
-    logging.getLogger("gpurelease").setLevel(logging.INFO)
-    return lines
-
-
 def nothing_unexpectedly(rank, size):
-    lines, reasons = logged(), []
+    lines, reasons = logged(logging.INFO), []
     for options in [{"backends": "ucc"}, {"backends": ("gloo",), "keep": lambda group: True}, {}, {"keep": "ours"}]:
         store = tcp_store(rank, size, str(len(reasons)))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -117,7 +107,7 @@ def test_a_scope_that_does_nothing_for_what_was_asked_of_it_warns_once_in_each_w
 
 def one_line(rank, size):
     init_gloo(rank, size)
-    lines = logged()
+    lines = logged(logging.INFO)
     with released_world(**POSING), released_world():
         pass
     return lines
